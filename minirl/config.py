@@ -1,0 +1,509 @@
+"""The whole configuration: dataclasses are the schema, YAML files merge left to right, `key=value` last.
+
+Leaf names are verl's where the knob is the same. A feature that is off is a section that is null.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from minirl.registry import nearest
+
+
+class ConfigError(ValueError):
+    """Input that cannot run; the message starts with the dotted key or the place in a file."""
+
+
+def require(condition: bool, key: str, value: Any, remedy: str) -> None:
+    """Raise ConfigError `key: got value; remedy` unless `condition` holds."""
+    if not condition:
+        raise ConfigError(f"{key}: got {value!r}; {remedy}")
+
+
+def _positive(section: str, config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(value is None or value > 0, f"{section}.{name}", value, "must be greater than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where prompts come from."""
+
+    train_files: list[str] = field(default_factory=list)
+    """Parquet or JSONL, one row per prompt; see docs in minirl/data.py for the columns."""
+    val_files: list[str] = field(default_factory=list)
+    """Like train_files; empty switches validation off."""
+    train_batch_size: int = 64
+    """Prompts per step; each becomes `rollout.n` trajectories."""
+    max_prompt_length: int = 1024
+    """Tokens. What happens to a longer prompt is decided by the next two keys."""
+    filter_overlong_prompts: bool = False
+    """Drop rows whose prompt is too long before training starts, and say how many."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """What to do with a prompt that is too long: refuse to start, or cut that side away."""
+    shuffle: bool = True
+    """Draw a new seeded order each epoch; false keeps the order of the files."""
+
+    def __post_init__(self) -> None:
+        _positive("data", self, "train_batch_size", "max_prompt_length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The policy."""
+
+    path: str = ""
+    """A Hugging Face model folder, or a hub name."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the engine and of the trainer's matrix products; master weights are float32 always."""
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: a third more time, far less memory."""
+    trust_remote_code: bool = False
+    """Run Python code that the model folder brings."""
+    chat_template: str | None = None
+    """A file with a Jinja chat template to use in place of the tokenizer's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    lr_warmup_steps: int = 0
+    """Steps of linear warm-up from 0."""
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
+    """Course after the warm-up, down to `min_lr_ratio * lr` at the last step."""
+    min_lr_ratio: float = 0.0
+    """Final learning rate as a share of `lr`."""
+    weight_decay: float = 0.01
+    """Decoupled, on matrices only (not on norms and biases)."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the first and the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, "optim.lr", self.lr, "must be greater than 0")
+        require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossConfig:
+    """Which policy loss, by name."""
+
+    loss_mode: str = "vanilla"
+    """A registered name or `package.module:function`; `python -m minirl.algorithms` lists them."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of that function which have no key of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorConfig:
+    """How the policy is updated."""
+
+    ppo_mini_batch_size: int | None = None
+    """Prompts per optimizer step; null = the whole batch in one."""
+    ppo_epochs: int = 1
+    """Passes over the batch; the old log-probabilities stay those of the step's start."""
+    max_tokens_per_micro_batch: int = 16384
+    """Tokens that go through the model at once, per rank: the knob for memory. A longer single
+    sequence gets a micro-batch of its own."""
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    loss_agg_mode: Literal[
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+    ] = "token-mean"
+    """How per-token losses become one number; denominators are global over ranks and micro-batches."""
+    loss_scale_factor: float | None = None
+    """Divisor of `seq-mean-token-sum-norm`; null = rollout.response_length."""
+    clip_ratio: float = 0.2
+    """PPO's epsilon, both sides."""
+    clip_ratio_low: float | None = None
+    """Lower side, null = clip_ratio."""
+    clip_ratio_high: float | None = None
+    """Upper side, null = clip_ratio; 0.28 is DAPO's clip-higher."""
+    clip_ratio_c: float = 3.0
+    """Dual clip: bound of the loss for negative advantages."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add kl_loss_coef * KL(policy, ref) to the loss; needs the section `ref`."""
+    kl_loss_coef: float = 0.001
+    """Weight of that term."""
+    kl_loss_type: str = "low_var_kl"
+    """Its estimator: kl/k1, abs, mse/k2, low_var_kl/k3, each also with a `+` for k2's gradient."""
+    grad_clip: float = 1.0
+    """Largest norm of the gradient."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+    def __post_init__(self) -> None:
+        _positive("actor", self, "ppo_mini_batch_size", "ppo_epochs", "max_tokens_per_micro_batch")
+        _positive("actor", self, "grad_clip", "loss_scale_factor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefConfig:
+    """The reference policy: frozen, for KL terms."""
+
+    path: str | None = None
+    """A model folder; null = the start policy (model.path)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How validation samples."""
+
+    n: int = 1
+    """Answers per prompt: enables pass@k and maj@k for k <= n."""
+    temperature: float = 0.0
+    """0 = greedy."""
+    top_p: float = 1.0
+    """Nucleus."""
+    top_k: int = -1
+    """Most likely tokens to keep; -1 = all."""
+
+    def __post_init__(self) -> None:
+        _positive("rollout.val_kwargs", self, "n")
+        require(self.temperature >= 0, "rollout.val_kwargs.temperature", self.temperature, ">= 0")
+        require(
+            self.n == 1 or self.temperature > 0,
+            "rollout.val_kwargs.n",
+            self.n,
+            "greedy answers are all the same: set rollout.val_kwargs.temperature > 0 or n=1",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTurnConfig:
+    """Tools, turns and their limits. Lengths are tokens; null = no limit of its own."""
+
+    tool_config_path: str | None = None
+    """YAML with `tools: [{class_name, config, tool_schema}]`."""
+    format: str = "hermes"
+    """How the model writes tool calls: a parser's name."""
+    max_parallel_calls: int = 4
+    """Calls of one turn that are run; the model is told that the others were not."""
+    max_assistant_turns: int | None = None
+    """Turns of the policy."""
+    max_user_turns: int | None = None
+    """Observations (all tool results of a turn are one)."""
+    max_tool_calls: int | None = None
+    """Tool calls of one trajectory."""
+    max_tokens_per_turn: int | None = None
+    """Sampled tokens of one turn; null = what is left of rollout.response_length."""
+    max_tool_response_length: int = 1024
+    """Tokens of one tool result."""
+    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
+    """Which side of a longer result is cut away; a marker takes its place."""
+    tool_timeout_s: float = 60.0
+    """Seconds that one tool call may take; after that the model is told so."""
+    stop_when: str | None = None
+    """A regular expression; a turn that matches ends the conversation even if it calls a tool."""
+
+    def __post_init__(self) -> None:
+        _positive("rollout.multi_turn", self, "max_parallel_calls", "max_assistant_turns")
+        _positive("rollout.multi_turn", self, "max_user_turns", "max_tool_calls", "tool_timeout_s")
+        _positive("rollout.multi_turn", self, "max_tokens_per_turn", "max_tool_response_length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """Agent loops and how they reach the engines."""
+
+    default_agent_loop: str = "single_turn_agent"
+    """For rows without `agent_name`: a registered name or `package.module:Class`."""
+    agent_loop_config_path: str | None = None
+    """YAML list of `{name, _target_, ...}`: more agent loops, with their options."""
+    num_workers: int = 0
+    """Processes that run agent loops; 0 = the event loop of rank 0 does."""
+    max_sticky_sessions: int = 10_000
+    """Conversations whose engine is remembered, least recently used out first."""
+    sticky_imbalance: float = 4.0
+    """A conversation leaves its engine when that has more than this many times the load of the
+    least loaded one."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_workers == 0,
+            "rollout.agent.num_workers",
+            self.num_workers,
+            "only 0 (agent loops inside rank 0) is built so far",
+        )
+        _positive("rollout.agent", self, "max_sticky_sessions")
+        require(
+            self.sticky_imbalance >= 1,
+            "rollout.agent.sticky_imbalance",
+            self.sticky_imbalance,
+            ">= 1",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncCheckConfig:
+    """The proof, after every weight sync, that the engine has the trainer's weights."""
+
+    max_logprob_diff: float = 0.02
+    """Largest mean |difference| of log-probabilities on the probe; 1e-4 is right for float32."""
+    probe_length: int = 32
+    """Tokens of the probe."""
+
+    def __post_init__(self) -> None:
+        _positive("rollout.sync_check", self, "max_logprob_diff", "probe_length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """The engines, and what they sample."""
+
+    name: str = "vllm"
+    """The inference engine: a registered name or `package.module:Class`."""
+    n: int = 8
+    """Trajectories per prompt: the group of GRPO."""
+    temperature: float = 1.0
+    """Of training samples; the trainer's log-probabilities use the same."""
+    response_length: int = 1024
+    """Tokens of everything after the prompt: all turns and observations."""
+    max_model_len: int | None = None
+    """Tokens the engine must hold per conversation; null = max_prompt_length + response_length."""
+    tensor_parallel_size: int = 1
+    """Neighbouring ranks whose devices carry one engine; must divide the number of ranks."""
+    gpu_memory_utilization: float = 0.5
+    """Share of a GPU that the engine may use while it is awake."""
+    cpu_kv_cache_gb: float = 1.0
+    """Key-value cache of an engine on the CPU, GiB."""
+    max_num_seqs: int = 256
+    """Conversations that one engine decodes at once."""
+    max_num_batched_tokens: int = 8192
+    """Tokens of one engine step."""
+    enforce_eager: bool = False
+    """No CUDA graphs, no compilation: quick start, slower decoding."""
+    free_cache_engine: bool = True
+    """Put the engine to sleep while the trainer works, so that its memory is free (GPU)."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments for the engine, by its own names."""
+    update_weights_bucket_megabytes: int = 512
+    """Size of the buckets in which weights travel to the engine."""
+    sync_check: SyncCheckConfig | None = field(default_factory=SyncCheckConfig)
+    """null switches the check off."""
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
+    trajectory_timeout_s: float | None = None
+    """Seconds that one trajectory may take."""
+    on_failure: Literal["retry", "mask", "drop_group", "raise"] = "mask"
+    """What an exception in an agent loop, a tool or a reward does to its trajectory."""
+    max_retries: int = 2
+    """Further attempts under on_failure=retry; after them the trajectory is masked."""
+    max_failure_fraction: float = 0.5
+    """The run ends when more than this share of a step's trajectories failed."""
+    mask_terminations: list[str] = field(default_factory=lambda: ["error", "timeout", "aborted"])
+    """Trajectories that ended for one of these reasons do not train."""
+    trace: int = 64
+    """Trajectories per step that are written to trajectories/*.jsonl; -1 = all."""
+
+    def __post_init__(self) -> None:
+        _positive("rollout", self, "n", "temperature", "response_length", "max_model_len")
+        _positive("rollout", self, "tensor_parallel_size", "max_num_seqs", "cpu_kv_cache_gb")
+        _positive("rollout", self, "update_weights_bucket_megabytes", "trajectory_timeout_s")
+        _positive("rollout", self, "max_num_batched_tokens")
+        require(
+            0 < self.gpu_memory_utilization < 1,
+            "rollout.gpu_memory_utilization",
+            self.gpu_memory_utilization,
+            "a share between 0 and 1",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """From rewards to advantages."""
+
+    adv_estimator: str = "grpo"
+    """A registered name or `package.module:function`; `python -m minirl.algorithms` lists them."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide by the group's standard deviation; false is Dr. GRPO."""
+    gamma: float = 1.0
+    """Discount per token."""
+    lam: float = 1.0
+    """GAE's lambda."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the estimator which have no key of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomRewardConfig:
+    """A user's reward function."""
+
+    path: str = ""
+    """A Python file or an importable module."""
+    name: str = "compute_score"
+    """The function in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """From a trajectory to its reward."""
+
+    reward_manager: str = "naive"
+    """A registered name or `package.module:Class`."""
+    custom_reward_function: CustomRewardConfig | None = None
+    """null = by the row's data_source."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the reward function, e.g. `format_score`."""
+    tool_reward: Literal["turn", "outcome", "log"] = "turn"
+    """Where rewards that tools return go: on the turn's last token, into the outcome, or nowhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """The run."""
+
+    experiment_name: str = "minirl"
+    """Names the run directory."""
+    default_local_dir: str = "runs"
+    """Runs are written to `<default_local_dir>/<experiment_name>/`."""
+    total_epochs: int = 1
+    """Passes over the training data, unless total_training_steps ends the run first."""
+    total_training_steps: int | None = None
+    """Steps; null = as many as total_epochs need."""
+    seed: int = 0
+    """Every random draw derives from it."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto = cuda where there is one."""
+    val_before_train: bool = True
+    """Validate the start policy."""
+    test_freq: int = -1
+    """Validate every so many steps and after the last; -1 = never."""
+    save_freq: int = -1
+    """Write a checkpoint every so many steps and after the last; -1 = never."""
+    max_ckpt_to_keep: int | None = None
+    """Older checkpoints are deleted; null keeps all."""
+    resume_mode: Literal["auto", "disable"] = "auto"
+    """auto = go on from the latest checkpoint in the run directory, if there is one."""
+    logger: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
+    """Trackers, by registered name."""
+    collective_timeout_s: float = 1800.0
+    """Seconds after which a rank that does not answer ends the run."""
+
+    def __post_init__(self) -> None:
+        _positive("trainer", self, "total_epochs", "total_training_steps", "max_ckpt_to_keep")
+        _positive("trainer", self, "collective_timeout_s")
+        for name in ("test_freq", "save_freq"):
+            value = getattr(self, name)
+            require(
+                value == -1 or value > 0,
+                f"trainer.{name}",
+                value,
+                "a number of steps, or -1 for never",
+            )
+
+    @property
+    def run_dir(self) -> Path:
+        """<default_local_dir>/<experiment_name>."""
+        return Path(self.default_local_dir) / self.experiment_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that a run depends on."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    ref: RefConfig | None = None
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    def __post_init__(self) -> None:
+        require(bool(self.model.path), "model.path", self.model.path, "name a model folder")
+        if self.actor.use_kl_loss and self.ref is None:
+            raise ConfigError(
+                "ref: got null, but actor.use_kl_loss=true needs a reference policy; write `ref: {}`"
+            )
+        mini = self.mini_batch_size
+        require(
+            self.data.train_batch_size % mini == 0,
+            "actor.ppo_mini_batch_size",
+            mini,
+            f"must divide data.train_batch_size={self.data.train_batch_size}",
+        )
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Prompts per optimizer step."""
+        return self.actor.ppo_mini_batch_size or self.data.train_batch_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that the engine must hold per conversation."""
+        return (
+            self.rollout.max_model_len or self.data.max_prompt_length + self.rollout.response_length
+        )
+
+
+def load_config(arguments: list[str]) -> Config:
+    """Merge YAML files (left to right), then `key=value` pairs, into a checked Config.
+
+    Raises ConfigError with one line that names the key, the value and what is allowed.
+    """
+    files = [a for a in arguments if a.endswith((".yaml", ".yml")) and "=" not in a]
+    overrides = [a for a in arguments if "=" in a]
+    if stray := [a for a in arguments if a not in files and a not in overrides]:
+        raise ConfigError(f"{stray[0]!r}: expected a .yaml file or key=value")
+    merged = OmegaConf.structured(Config)
+    for file in files:
+        if not Path(file).is_file():
+            raise ConfigError(f"{file}: no such file")
+        merged = _merge(merged, _load_yaml(file), file)
+    for override in overrides:
+        merged = _merge(merged, OmegaConf.from_dotlist([override]), override)
+    try:
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_explain(error, "config")) from error
+    assert isinstance(config, Config)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config, as it can be loaded again."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _load_yaml(file: str) -> DictConfig:
+    try:
+        loaded = OmegaConf.load(file)
+    except Exception as error:  # YAML's own errors share no base class with OmegaConf's
+        raise ConfigError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"{file}: expected sections ({', '.join(SECTIONS)}), got a list")
+    return loaded
+
+
+def _merge(base: Any, update: DictConfig, place: str) -> Any:
+    try:
+        return OmegaConf.merge(base, update)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_explain(error, place)) from error
+
+
+def _explain(error: OmegaConfBaseException, place: str) -> str:
+    key = error.full_key or error.key or "config"
+    problem = (error.msg or str(error)).splitlines()[0]
+    if type(error).__name__ in ("ConfigKeyError", "ConfigAttributeError"):
+        fields_here = getattr(error.object_type, "__dataclass_fields__", {})
+        problem = f"no such key{nearest(str(error.key), fields_here)}"
+    return f"{key}: {problem} [{place}]" if place != key else f"{key}: {problem}"
+
+
+SECTIONS = list(Config.__dataclass_fields__)

@@ -1,0 +1,96 @@
+"""Named components: by registered name, or by `package.module:attribute`."""
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Registry(Generic[F]):
+    """Interchangeable functions or classes; their keyword-only arguments are their options.
+
+    >>> losses = Registry("policy loss")
+    >>> @losses.register("vanilla")
+    ... def vanilla(inputs, *, clip_ratio: float = 0.2): ...
+    >>> losses.build("vanilla", {"clip_ratio": 0.3})    # a partial
+    >>> losses.find("my_package.losses:mine")           # anything importable works where a name does
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, F] = {}
+
+    def __iter__(self):
+        return iter(sorted(self._entries))
+
+    def register(self, name: str) -> Callable[[F], F]:
+        """Decorate a function or class to make it available as `name`."""
+
+        def decorator(entry: F) -> F:
+            if name in self._entries and not _same_source(self._entries[name], entry):
+                owner = self._entries[name].__module__
+                raise ValueError(f"{self.kind} {name!r} is already registered by {owner}")
+            self._entries[name] = entry
+            return entry
+
+        return decorator
+
+    def find(self, name: str) -> F:
+        """Return the entry called `name`; ValueError names the nearest one when there is none."""
+        if ":" in name:
+            return locate(name, self.kind)
+        if name not in self._entries:
+            raise ValueError(f"unknown {self.kind} {name!r}{nearest(name, self._entries)}")
+        return self._entries[name]
+
+    def build(self, name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+        """Return `name` with `options` bound, each checked against its signature."""
+        entry = self.find(name)
+        known = option_names(entry)
+        for key in options.keys() - known:
+            raise ValueError(f"{self.kind} {name!r} has no option {key!r}{nearest(key, known)}")
+        return partial(entry, **options)
+
+
+def option_names(entry: Callable[..., Any]) -> set[str]:
+    """Names of the keyword-only parameters of a function or class."""
+    parameters = inspect.signature(entry).parameters.values()
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def locate(path: str, kind: str = "object") -> Any:
+    """Import `package.module:attribute` (or `package.module.attribute`); ValueError says what is missing."""
+    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module exists; something that it imports does not
+        raise ValueError(f"{kind} {path!r}: no module {error.name!r} can be imported") from error
+    except ValueError as error:
+        raise ValueError(f"{kind} {path!r}: write it as package.module:attribute") from error
+    if not hasattr(module, attribute):
+        names = [name for name in vars(module) if not name.startswith("_")]
+        raise ValueError(
+            f"{kind} {path!r}: {module_name} has no {attribute!r}{nearest(attribute, names)}"
+        )
+    return getattr(module, attribute)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint to append to an error: the closest known name, and all of them when they are few."""
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return hint + (f" (known: {', '.join(known) or 'none'})" if len(known) <= 30 else "")
+
+
+def _same_source(left: Any, right: Any) -> bool:
+    """True for a module that was executed twice (as `__main__` and under its own name)."""
+    return left.__qualname__ == right.__qualname__ and (
+        inspect.getsourcefile(left) == inspect.getsourcefile(right)
+    )
