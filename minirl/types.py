@@ -84,6 +84,8 @@ class Trajectory:
     reward: float | None = None
     """The outcome, on the last sampled token; None until it was computed."""
     reward_breakdown: dict[str, float] = field(default_factory=dict)
+    answer: str | None = None
+    """What it says in the end (`"72"`), where the reward function extracts it: majority votes."""
     tool_calls: list[ToolCallRecord] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None

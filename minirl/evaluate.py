@@ -1,0 +1,78 @@
+"""Score a policy on the validation set, and nothing else.
+
+    python -m minirl.evaluate CONFIG.yaml [MORE.yaml ...] [key=value ...]
+
+Scores the latest checkpoint of the run directory, or the start policy (model.path) where there is
+none or with trainer.resume_mode=disable. Prints a table and writes `evaluation.json` there.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from minirl.config import Config
+from minirl.launch import run_command
+from minirl.run import Run, open_run
+from minirl.tracking import TrajectoryWriter
+from minirl.trainer.checkpoint import Checkpoints
+from minirl.types import Trajectory
+from minirl.validation import ValResult, validation_metrics
+
+
+async def validate(run: Run, step: int) -> tuple[dict[str, float], list[Trajectory]]:
+    """Rank 0: sample every validation prompt `rollout.val_kwargs.n` times and score the answers.
+
+    A trajectory that failed counts as an answer with score 0.
+    """
+    assert run.inputs is not None and run.manager is not None
+    prompts = [{**row, "uid": f"val-{i}"} for i, row in enumerate(run.inputs.val_rows)]
+    trajectories = await run.manager.generate_sequences(prompts, step=step, validate=True)
+    results = [
+        ValResult(data_source=t.data_source, uid=t.uid, score=t.reward or 0.0, answer=t.answer)
+        for t in trajectories
+    ]
+    return validation_metrics(results), trajectories
+
+
+async def evaluate(run: Run) -> None:
+    """Load the latest checkpoint, bring it into the engines, score it."""
+    trainer = run.config.trainer
+    step = 0
+    if trainer.resume_mode == "auto":
+        checkpoints = Checkpoints(trainer.run_dir, run.world, trainer.max_ckpt_to_keep)
+        latest = await run.on_trainer(checkpoints.latest)
+        if latest is not None:
+            await run.on_trainer(checkpoints.load, latest, run.policy)
+            step = latest
+    await run.sync(run.policy.weights, step)
+    if run.inputs:
+        metrics, trajectories = await validate(run, step)
+        _report(run, step, metrics, trajectories)
+
+
+def _report(run: Run, step: int, metrics: dict[str, float], trajectories: list[Trajectory]) -> None:
+    assert run.inputs is not None
+    run_dir = run.config.trainer.run_dir
+    what = f"checkpoint of step {step}" if step else f"start policy {run.config.model.path}"
+    table = Table("metric", "value", title=f"{run.config.trainer.experiment_name}: {what}")
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.4f}")
+    Console().print(table)
+    content: dict[str, Any] = {"step": step, "model": run.config.model.path, **metrics}
+    (run_dir / "evaluation.json").write_text(json.dumps(content, indent=2) + "\n")
+    TrajectoryWriter(run_dir).write(step, "evaluate", trajectories, run.inputs.tokenizer.decode)
+
+
+async def main(config: Config) -> None:
+    """`python -m minirl.evaluate`."""
+    config = replace(config, rollout=replace(config.rollout, sync_check=None))
+    async with open_run(config, training=False) as run:
+        await evaluate(run)
+
+
+if __name__ == "__main__":
+    run_command(main, sys.argv[1:], usage=str(__doc__))

@@ -1,0 +1,1 @@
+"""The engine side: servers, routing, workers, and how weights reach the engines."""

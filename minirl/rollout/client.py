@@ -1,0 +1,108 @@
+"""Routing: which server gets a conversation's next turn."""
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from minirl.rollout.server import EngineLostError
+from minirl.types import TokenOutput
+
+
+class Generator(Protocol):
+    """What routing needs of a server."""
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str
+    ) -> TokenOutput: ...
+
+
+@dataclass
+class RoutingStats:
+    """Counted since the start of a rollout."""
+
+    num_requests: int = 0
+    num_moves: int = 0
+    """Turns that left the server of their conversation because it was overloaded."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that a prefix cache held."""
+    generated_tokens: int = 0
+    num_preempted: int = 0
+    requests_per_server: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """cached_tokens / prompt_tokens."""
+        return self.cached_tokens / max(self.prompt_tokens, 1)
+
+
+class AsyncLLMServerManager:
+    """Sends the first turn of a conversation to the least loaded server, later ones to the same.
+
+    Load is counted in tokens in flight (prompt + what may be generated). A conversation leaves its
+    server, whose prefix cache holds it, only when that carries more than `sticky_imbalance` times
+    the load of the least loaded one. A server that is lost is taken out and its loss is raised.
+    """
+
+    def __init__(
+        self, servers: Sequence[Generator], *, max_sticky_sessions: int, sticky_imbalance: float
+    ) -> None:
+        self._servers = dict(enumerate(servers))
+        self._load = dict.fromkeys(self._servers, 0)
+        self._sessions: OrderedDict[str, int] = OrderedDict()
+        self._max_sessions = max_sticky_sessions
+        self._imbalance = sticky_imbalance
+        self._turn = itertools.count()
+        self._ids = itertools.count()
+        self.stats = RoutingStats()
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any]
+    ) -> TokenOutput:
+        """One turn of the conversation `request_id`."""
+        tokens = len(prompt_ids) + sampling_params.get("max_tokens", 0)
+        index = self._route(request_id, tokens)
+        self._load[index] += tokens
+        try:
+            output = await self._servers[index].generate(
+                prompt_ids, sampling_params, f"{request_id}#{next(self._ids)}"
+            )
+        except EngineLostError:
+            self._servers.pop(index, None)
+            raise
+        finally:
+            self._load[index] -= tokens
+        self._count(index, len(prompt_ids), output)
+        return output
+
+    def _route(self, request_id: str, tokens: int) -> int:
+        if not self._servers:
+            raise EngineLostError("no inference server is left")
+        least = self._least_loaded()
+        index = self._sessions.get(request_id, least)
+        overload = self._imbalance * max(self._load[least], tokens)
+        if index not in self._servers or self._load[index] > overload:
+            self.stats.num_moves += index != least
+            index = least
+        self._sessions[request_id] = index
+        self._sessions.move_to_end(request_id)
+        if len(self._sessions) > self._max_sessions:
+            self._sessions.popitem(last=False)
+        return index
+
+    def _least_loaded(self) -> int:
+        """Ties go round robin, not always to the first."""
+        lowest = min(self._load[i] for i in self._servers)
+        ties = [i for i in self._servers if self._load[i] == lowest]
+        return ties[next(self._turn) % len(ties)]
+
+    def _count(self, index: int, num_prompt_tokens: int, output: TokenOutput) -> None:
+        stats = self.stats
+        stats.num_requests += 1
+        stats.prompt_tokens += num_prompt_tokens
+        stats.cached_tokens += output.num_cached_tokens
+        stats.generated_tokens += len(output.token_ids)
+        stats.num_preempted += output.num_preempted
+        stats.requests_per_server[index] = stats.requests_per_server.get(index, 0) + 1

@@ -1,0 +1,166 @@
+"""AgentLoopManager: prompts in, trajectories out.
+
+trajectories = await manager.generate_sequences(prompts, step=7)
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from minirl.agent_loop import derive_seed
+from minirl.config import Config, SamplingConfig
+from minirl.rollout.client import AsyncLLMServerManager, RoutingStats
+from minirl.rollout.server import ServerClient
+from minirl.rollout.worker import AgentLoopWorker, SampleRequest
+from minirl.types import Group, Trajectory
+
+LAG_INTERVAL_S = 0.05
+
+
+class TooManyFailuresError(RuntimeError):
+    """More trajectories failed than rollout.max_failure_fraction allows."""
+
+
+class AgentLoopManager:
+    """Hands prompts to the workers and collects every trajectory, on rank 0."""
+
+    def __init__(
+        self,
+        config: Config,
+        worker: AgentLoopWorker,
+        router: AsyncLLMServerManager,
+        servers: Sequence[ServerClient],
+    ) -> None:
+        self._config = config
+        self._worker = worker
+        self._router = router
+        self._servers = servers
+        self.metrics: dict[str, float] = {}
+        """Of the last `generate_sequences`."""
+
+    async def generate_sequences(
+        self, prompts: list[dict[str, Any]], *, step: int, validate: bool = False
+    ) -> list[Trajectory]:
+        """Every prompt's trajectories, in the order of the prompts and of their sample index.
+
+        Each prompt is sampled `rollout.n` times, or `rollout.val_kwargs.n` times to validate.
+
+        Raises:
+            TooManyFailuresError: more failed than `rollout.max_failure_fraction`.
+            EngineLostError: an engine died.
+        """
+        self._router.stats = RoutingStats()
+        busy_before = [(await server.stats()).busy_s for server in self._servers]
+        started = time.perf_counter()
+        async with _loop_lag() as lag, asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(self._worker.run(request))
+                for request in self._requests(prompts, step, validate)
+            ]
+        seconds = time.perf_counter() - started
+        trajectories = [trajectory for task in running for trajectory in task.result()]
+        busy = [(await server.stats()).busy_s for server in self._servers]
+        self.metrics = self._rollout_metrics(seconds, lag)
+        self.metrics["rollout/engine_busy_fraction"] = (sum(busy) - sum(busy_before)) / (
+            seconds * len(busy)
+        )
+        self._check_failures(trajectories)
+        return trajectories
+
+    async def sleep(self, level: int) -> None:
+        """Free the engines' memory for the trainer (see AsyncServerBase.sleep)."""
+        await asyncio.gather(*(server.call("sleep", level=level) for server in self._servers))
+
+    def _requests(
+        self, prompts: list[dict[str, Any]], step: int, validate: bool
+    ) -> list[SampleRequest]:
+        rollout, seed = self._config.rollout, self._config.trainer.seed
+        sampling = rollout.val_kwargs if validate else None
+        return [
+            SampleRequest(
+                row=row,
+                sample_index=index,
+                seed=derive_seed(seed, "validate" if validate else step, row["uid"], index),
+                sampling_params=_sampling_params(sampling, rollout.temperature),
+            )
+            for row in prompts
+            for index in range(sampling.n if sampling else rollout.n)
+        ]
+
+    def _rollout_metrics(self, seconds: float, lag: list[float]) -> dict[str, float]:
+        stats = self._router.stats
+        metrics = {
+            "rollout/tokens_per_s": stats.generated_tokens / seconds,
+            "rollout/prefix_cache_hit_rate": stats.cache_hit_rate,
+            "rollout/num_moves": stats.num_moves,
+            "rollout/num_preempted": stats.num_preempted,
+            "rollout/loop_lag_max_s": max(lag),
+        }
+        for index, count in stats.requests_per_server.items():
+            metrics[f"rollout/requests/server_{index}"] = count
+        return metrics
+
+    def _check_failures(self, trajectories: list[Trajectory]) -> None:
+        rollout = self._config.rollout
+        errors = Counter(str(t.error) for t in trajectories if t.termination == "error")
+        limit = 0.0 if rollout.on_failure == "raise" else rollout.max_failure_fraction
+        if errors.total() > limit * len(trajectories):
+            cause, count = errors.most_common(1)[0]
+            raise TooManyFailuresError(
+                f"{errors.total()} of {len(trajectories)} trajectories failed, more than "
+                f"rollout.on_failure={rollout.on_failure} and rollout.max_failure_fraction="
+                f"{rollout.max_failure_fraction} allow; most often ({count} times):\n{cause}"
+            )
+
+
+def groups_for_training(
+    prompts: list[dict[str, Any]], trajectories: list[Trajectory], *, drop_failed_groups: bool
+) -> list[Group]:
+    """Trajectories by prompt, without those that have no reward (they failed, or never sampled).
+
+    A failed trajectory never enters its group's baseline as a made-up zero: it is left out, or with
+    `drop_failed_groups` its whole group is.
+    """
+    by_uid: dict[str, list[Trajectory]] = {row["uid"]: [] for row in prompts}
+    for trajectory in trajectories:
+        by_uid[trajectory.uid].append(trajectory)
+    groups = []
+    for row in prompts:
+        members = by_uid[row["uid"]]
+        if drop_failed_groups and any(t.error for t in members):
+            continue
+        rewarded = [t for t in members if t.reward is not None]
+        if rewarded:
+            groups.append(Group(uid=row["uid"], row=row, trajectories=rewarded))
+    return groups
+
+
+def _sampling_params(sampling: SamplingConfig | None, temperature: float) -> dict[str, Any]:
+    if sampling is None:
+        return {"temperature": temperature}
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+    }
+
+
+@asynccontextmanager
+async def _loop_lag() -> AsyncIterator[list[float]]:
+    """Seconds by which the event loop came late to a timer, measured all along."""
+    lag = [0.0]
+
+    async def measure() -> None:
+        while True:
+            due = time.perf_counter() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            lag.append(time.perf_counter() - due)
+
+    task = asyncio.create_task(measure())
+    try:
+        yield lag
+    finally:
+        task.cancel()

@@ -1,0 +1,260 @@
+"""One inference server, and the ZeroMQ service through which everybody reaches it.
+
+    leader process                                    any process
+    AsyncServerBase ── ServerService (ROUTER) ═══ipc═══ ServerClient (DEALER)
+
+Messages are msgpack; nothing is unpickled from a socket.
+"""
+
+import asyncio
+import itertools
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, Self
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from minirl.agent_loop import ServerError
+from minirl.config import Config
+from minirl.registry import Registry
+from minirl.types import TokenOutput
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLostError(ServerError):
+    """An engine died; the run cannot go on without it."""
+
+
+class RequestRefusedError(ValueError):
+    """The engine refused one request: its prompt or its sampling parameters are at fault."""
+
+
+class ServerStats(msgspec.Struct, kw_only=True):
+    """What a server has done since it started."""
+
+    weight_version: int = 0
+    num_requests: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    num_preempted: int = 0
+    busy_s: float = 0.0
+    """Seconds in which at least one request was in the engine."""
+
+
+class AsyncServerBase(ABC):
+    """One inference server. `async with` starts and ends it.
+
+    An implementation raises EngineLostError when its engine is dead and RequestRefusedError when a
+    request cannot be served as it is.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @abstractmethod
+    async def __aenter__(self) -> Self: ...
+
+    @abstractmethod
+    async def __aexit__(self, *exc: object) -> None: ...
+
+    @abstractmethod
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str
+    ) -> TokenOutput:
+        """Sample one continuation; `request_id` is unique among the requests in flight."""
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """End a request early; its `generate` returns what it has with finish_reason `abort`."""
+
+    @abstractmethod
+    async def sleep(self, level: int = 1) -> None:
+        """Free device memory: 1 keeps the weights in host memory, 2 throws them away."""
+
+    @abstractmethod
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory back: `weights`, `kv_cache`, or both (None)."""
+
+    @abstractmethod
+    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Hand the workers what they need to reach the trainer's buffers; once."""
+
+    @abstractmethod
+    async def start_weight_update(self) -> None:
+        """Open a weight update. No request may run until it is finished."""
+
+    @abstractmethod
+    async def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load one bucket."""
+
+    @abstractmethod
+    async def finish_weight_update(self, version: int) -> None:
+        """Close the update: the weights count as `version`, cached keys and values are dropped."""
+
+    @abstractmethod
+    async def stats(self) -> ServerStats: ...
+
+    @abstractmethod
+    async def check_health(self) -> None:
+        """Raise EngineLostError when the engine is dead."""
+
+
+SERVERS: Registry[type[AsyncServerBase]] = Registry("inference engine")
+
+
+class Call(msgspec.Struct, array_like=True):
+    """A request on the wire."""
+
+    id: int
+    method: str
+    arguments: dict[str, Any]
+
+
+class Reply(msgspec.Struct, array_like=True):
+    """Its answer: a result, or the kind and the words of an error."""
+
+    id: int
+    result: msgspec.Raw
+    error_kind: str = ""
+    error: str = ""
+
+
+METHODS = (
+    "generate",
+    "abort",
+    "sleep",
+    "wake_up",
+    "init_weight_transfer",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "stats",
+)
+ERRORS: dict[str, type[Exception]] = {"lost": EngineLostError, "refused": RequestRefusedError}
+NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
+
+
+class ServerService:
+    """Serves one AsyncServerBase on a ROUTER socket; calls run concurrently."""
+
+    def __init__(self, server: AsyncServerBase, address: str) -> None:
+        self.address = address
+        self._methods: dict[str, Callable[..., Awaitable[Any]]] = {
+            name: getattr(server, name) for name in METHODS
+        }
+
+    async def serve(self) -> None:
+        """Answer until cancelled."""
+        socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        _unlimited(socket)
+        socket.bind(self.address)
+        decoder = msgspec.msgpack.Decoder(Call)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    identity, body = await socket.recv_multipart()
+                    tasks.create_task(self._answer(socket, identity, decoder.decode(body)))
+        finally:
+            socket.close(linger=0)
+
+    async def _answer(self, socket: zmq.asyncio.Socket, identity: bytes, call: Call) -> None:
+        reply = await self._run(call)
+        await socket.send_multipart([identity, msgspec.msgpack.encode(reply)])
+
+    async def _run(self, call: Call) -> Reply:
+        """The boundary where an engine's failure becomes a message to whoever asked."""
+        try:
+            result = await self._methods[call.method](**call.arguments)
+            return Reply(call.id, msgspec.Raw(msgspec.msgpack.encode(result)))
+        except Exception as error:
+            kinds = [kind for kind, cls in ERRORS.items() if isinstance(error, cls)]
+            words = str(error) if kinds else f"{type(error).__name__}: {error}"
+            return Reply(call.id, NOTHING, kinds[0] if kinds else "error", words)
+
+
+class ServerClient:
+    """Calls one server from any process: `async with ServerClient(address) as client`."""
+
+    def __init__(self, address: str, name: str = "engine") -> None:
+        self.address = address
+        self.name = name
+        self._ids = itertools.count()
+        self._pending: dict[int, asyncio.Future[Reply]] = {}
+
+    async def __aenter__(self) -> Self:
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        _unlimited(self._socket)
+        self._socket.connect(self.address)
+        self._receiver = asyncio.create_task(self._receive())
+        self._receiver.add_done_callback(self._fail_pending)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._receiver.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._receiver
+        self._socket.close(linger=100)  # milliseconds, for an abort that is still on its way
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str
+    ) -> TokenOutput:
+        """As AsyncServerBase.generate; a cancelled call aborts its request in the engine."""
+        try:
+            return await self.call(
+                "generate",
+                TokenOutput,
+                prompt_ids=prompt_ids,
+                sampling_params=sampling_params,
+                request_id=request_id,
+            )
+        except asyncio.CancelledError:
+            await self._send(Call(next(self._ids), "abort", {"request_id": request_id}))
+            raise
+
+    async def stats(self) -> ServerStats:
+        """As AsyncServerBase.stats."""
+        return await self.call("stats", ServerStats)
+
+    async def call(self, method: str, returns: Any = None, **arguments: Any) -> Any:
+        """Call any of METHODS; its errors are raised here with the server's name."""
+        call = Call(next(self._ids), method, arguments)
+        answer = self._pending[call.id] = asyncio.get_running_loop().create_future()
+        try:
+            await self._send(call)
+            reply = await answer
+        finally:
+            self._pending.pop(call.id, None)
+        if reply.error_kind:
+            raise ERRORS.get(reply.error_kind, ServerError)(f"{self.name}: {reply.error}")
+        return msgspec.msgpack.decode(reply.result, type=returns)
+
+    async def _send(self, call: Call) -> None:
+        await self._socket.send(msgspec.msgpack.encode(call))
+
+    async def _receive(self) -> None:
+        decoder = msgspec.msgpack.Decoder(Reply)
+        while True:
+            reply = decoder.decode(await self._socket.recv())
+            answer = self._pending.get(reply.id)
+            if answer is not None and not answer.done():  # else its caller was cancelled
+                answer.set_result(reply)
+
+    def _fail_pending(self, receiver: "asyncio.Task[None]") -> None:
+        error = None if receiver.cancelled() else receiver.exception()
+        for answer in self._pending.values():
+            if not answer.done():
+                answer.set_exception(EngineLostError(f"{self.name}: the connection ended: {error}"))
+
+
+def _unlimited(socket: zmq.asyncio.Socket) -> None:
+    """No high-water mark: a ROUTER silently drops what does not fit under it."""
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)

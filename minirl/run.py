@@ -1,0 +1,163 @@
+"""Everything long-lived of a run, opened and closed in order; train.py and evaluate.py use it."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minirl.agent_loop import AgentLoopContext
+from minirl.config import Config, to_yaml
+from minirl.distributed import Dist, distributed
+from minirl.inputs import Inputs, read_inputs
+from minirl.launch import REASON, SocketFolder, TrainerThread
+from minirl.rollout.client import AsyncLLMServerManager
+from minirl.rollout.manager import AgentLoopManager
+from minirl.rollout.server import SERVERS, AsyncServerBase, ServerClient, ServerService
+from minirl.rollout.weight_sync import WeightSync
+from minirl.rollout.worker import AgentLoopWorker
+from minirl.trainer.policy import PolicyTrainer, ReferencePolicy
+
+HEALTH_INTERVAL_S = 1.0
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One rank's parts of a run; rank 0 has the inputs and the manager too."""
+
+    config: Config
+    world: Dist
+    on_trainer: TrainerThread
+    policy: PolicyTrainer
+    reference: ReferencePolicy | None
+    sync: WeightSync
+    inputs: Inputs | None
+    manager: AgentLoopManager | None
+
+
+@asynccontextmanager
+async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Run]:
+    """Check the inputs, join the world, start engine and trainer side by side; close all at the end."""
+    is_main = int(os.environ.get("RANK", 0)) == 0
+    inputs = read_inputs(config, training=training) if is_main else None
+    on_trainer = TrainerThread()
+    async with AsyncExitStack() as stack:
+        world = stack.enter_context(distributed(config))
+        log_file = config.trainer.run_dir / "logs" / f"rank_{world.rank}.log"
+        stack.enter_context(_logging(log_file))
+        folder = Path(await on_trainer(_share_folder, world, stack))
+        addresses = [f"ipc://{folder}/engine_{group}" for group in range(world.num_groups)]
+        async with asyncio.TaskGroup() as starting:
+            loading = starting.create_task(on_trainer(_load, config, world))
+            server = await _start_engine(config, world, stack) if world.is_leader else None
+        policy, reference = loading.result()
+        if server:
+            service = ServerService(server, addresses[world.group])
+            await stack.enter_async_context(_background(service.serve(), _watch(server)))
+        sync = WeightSync(config, world, server, on_trainer, policy.vocab_size)
+        stack.push_async_callback(sync.close)
+        manager = await _connect(config, inputs, addresses, stack) if inputs else None
+        yield Run(
+            config=config,
+            world=world,
+            on_trainer=on_trainer,
+            policy=policy,
+            reference=reference,
+            sync=sync,
+            inputs=inputs,
+            manager=manager,
+        )
+
+
+def _share_folder(world: Dist, stack: AsyncExitStack) -> str:
+    """Rank 0 makes the folder of the sockets; every rank learns its path."""
+    folder = SocketFolder() if world.is_main else None
+    if folder:
+        stack.callback(folder.remove)
+    path = world.broadcast_text(str(folder.path) if folder else "")
+    REASON.folder = Path(path)
+    return path
+
+
+def _load(config: Config, world: Dist) -> tuple[PolicyTrainer, ReferencePolicy | None]:
+    policy = PolicyTrainer(config, world)
+    return policy, ReferencePolicy(config, world) if config.ref else None
+
+
+async def _start_engine(config: Config, world: Dist, stack: AsyncExitStack) -> AsyncServerBase:
+    """The engine of this rank's group, on the devices of the group's ranks."""
+    size = world.tensor_parallel_size
+    cores = len(os.sched_getaffinity(0))
+    server = SERVERS.find(config.rollout.name)(
+        config,
+        device_ids=None if world.device.type == "cpu" else world.group_devices,
+        num_threads=max(1, cores // world.world_size) if size == 1 else 1,
+    )
+    return await stack.enter_async_context(server)
+
+
+async def _connect(
+    config: Config, inputs: Inputs, addresses: list[str], stack: AsyncExitStack
+) -> AgentLoopManager:
+    """Rank 0: clients to every engine, the router, the agent-loop worker and their manager."""
+    clients = [
+        await stack.enter_async_context(ServerClient(address, f"engine {index}"))
+        for index, address in enumerate(addresses)
+    ]
+    agent = config.rollout.agent
+    router = AsyncLLMServerManager(
+        clients,
+        max_sticky_sessions=agent.max_sticky_sessions,
+        sticky_imbalance=agent.sticky_imbalance,
+    )
+    context = AgentLoopContext(
+        server=router,
+        tokenizer=inputs.tokenizer,
+        chat=inputs.chat,
+        tools=inputs.tools,
+        config=config,
+    )
+    worker = AgentLoopWorker(config.rollout, context, inputs.reward_manager)
+    return AgentLoopManager(config, worker, router, clients)
+
+
+@asynccontextmanager
+async def _background(*parts: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `parts` as long as the run lasts; when one fails, so does the run."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(part) for part in parts]
+        yield
+        for task in tasks:
+            task.cancel()
+
+
+async def _watch(server: AsyncServerBase) -> None:
+    """An engine that dies while nobody asks it anything ends the run all the same."""
+    while True:
+        await server.check_health()
+        await asyncio.sleep(HEALTH_INTERVAL_S)
+
+
+@contextmanager
+def _logging(path: Path) -> Iterator[None]:
+    """Send this rank's log records to its file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger("minirl")
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()
+
+
+def write_config(config: Config) -> None:
+    """Leave the resolved config in the run directory."""
+    config.trainer.run_dir.mkdir(parents=True, exist_ok=True)
+    (config.trainer.run_dir / "config.yaml").write_text(to_yaml(config))
