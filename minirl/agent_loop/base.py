@@ -1,0 +1,320 @@
+"""What an agent loop is made of: an engine (no more than an async `generate`), a chat, tools."""
+
+import asyncio
+import hashlib
+import json
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from minirl.agent_loop.tool_parser import TOOL_PARSERS, ToolParser
+from minirl.config import Config, ConfigError
+from minirl.registry import Registry, locate, nearest, option_names
+from minirl.tools.base import BaseTool, ToolCall
+from minirl.tools.load import read_yaml
+from minirl.tools.session import ToolSession
+from minirl.tools.truncate import split_kept
+from minirl.types import Termination, TokenOutput, Trajectory
+
+if TYPE_CHECKING:
+    from minirl.chat import ChatBuilder
+
+AgentLoopOutput = Trajectory
+"""What an agent loop returns."""
+
+Messages = list[dict[str, Any]]
+T = TypeVar("T")
+
+LONG_TEXT = 16_384
+"""Characters (tokens, to decode) from which on a thread does it: it takes some milliseconds."""
+
+
+class ServerError(Exception):
+    """The engine failed. Not a failure of user code: it ends the run, never just a trajectory."""
+
+
+class Server(Protocol):
+    """All that an agent loop knows about engines."""
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any]
+    ) -> TokenOutput:
+        """Sample one turn; `request_id` is the conversation's, the parameters have vLLM's names."""
+        ...
+
+
+@dataclass(kw_only=True)
+class AgentLoopContext:
+    """What all agent loops of a run share; ConfigError when a setting names what does not exist."""
+
+    server: Server
+    tokenizer: Any
+    chat: "ChatBuilder"
+    tools: Mapping[str, BaseTool]
+    config: Config
+    agent_loops: "Mapping[str, AgentLoopFactory]" = field(default_factory=dict)
+    """From rollout.agent.agent_loop_config_path, beside the registered ones."""
+    parser: ToolParser = field(init=False)
+    stop_when: re.Pattern[str] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        settings = self.config.rollout.multi_turn
+        try:
+            self.parser = TOOL_PARSERS.find(settings.format)()
+        except ValueError as error:
+            raise ConfigError(f"rollout.multi_turn.format: {error}") from error
+        try:
+            self.stop_when = re.compile(settings.stop_when) if settings.stop_when else None
+        except re.error as error:
+            raise ConfigError(
+                f"rollout.multi_turn.stop_when: got {settings.stop_when!r}; "
+                f"not a regular expression: {error}"
+            ) from error
+
+
+class AgentLoopBase:
+    """One conversation. Subclass it, write `run`, and decorate the class with `@register(name)`.
+
+    An object is made per trajectory, so `self` may hold the state of the conversation. Options of
+    a subclass are keyword-only parameters of its `__init__`, which calls `super().__init__(context)`.
+    """
+
+    def __init__(self, context: AgentLoopContext) -> None:
+        self.context = context
+        self.server = context.server
+        self.tokenizer = context.tokenizer
+        self.chat = context.chat
+        self.tools = context.tools
+        self.config = context.config
+        self.request_id = uuid.uuid4().hex
+        """Names the conversation to the engines, so that its turns meet their prefix cache."""
+        self.trajectories: list[Trajectory] = []
+        """Everything that `start` made."""
+
+    async def run(
+        self, sampling_params: dict[str, Any], **row: Any
+    ) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Hold the conversation of one dataset row (`raw_prompt` is its message list).
+
+        Every trajectory returned has been finished. An exception ends this conversation only.
+        """
+        raise NotImplementedError
+
+    async def start(
+        self, messages: Messages, tools: list[dict[str, Any]] | None = None
+    ) -> Trajectory:
+        """Begin a trajectory with the tokens of `messages`; `tools` are schemas for the template.
+
+        A prompt longer than data.max_prompt_length is cut, or ends the trajectory at once
+        (`prompt_too_long`), by data.truncation.
+        """
+        size = sum(len(str(m.get("content"))) for m in messages)
+        prompt_ids = await _off_loop(size, self.chat.prompt, messages, tools or None)
+        data = self.config.data
+        if len(prompt_ids) > data.max_prompt_length and data.truncation != "error":
+            head, tail = split_kept(prompt_ids, data.max_prompt_length, data.truncation)
+            prompt_ids = head + tail
+        trajectory = Trajectory(prompt_ids=prompt_ids)
+        self.trajectories.append(trajectory)
+        if len(prompt_ids) > data.max_prompt_length or self.room(trajectory) <= 0:
+            self.finish(trajectory, "prompt_too_long")
+        return trajectory
+
+    async def generate(self, trajectory: Trajectory, sampling_params: Mapping[str, Any]) -> str:
+        """Sample a turn, append it, and return its text (without end-of-turn tokens).
+
+        A turn that was cut or aborted ends the trajectory. When the trajectory has ended already,
+        this does nothing and returns "".
+        """
+        room = self.room(trajectory)
+        if trajectory.termination is None and room <= 0:
+            self.finish(trajectory, "response_length")
+        if trajectory.termination is not None:
+            return ""
+        params = self._turn_params(trajectory, sampling_params, room)
+        start = time.perf_counter()
+        output = await self.server.generate(
+            self.request_id, prompt_ids=trajectory.token_ids, sampling_params=params
+        )
+        _count(trajectory, output, time.perf_counter() - start)
+        if output.token_ids:  # an abort may come before the first one
+            trajectory.append_sampled(output)
+        if output.finish_reason == "abort":
+            self.finish(trajectory, "aborted")
+        elif output.finish_reason == "length":
+            cut_by_room = params["max_tokens"] == room
+            self.finish(trajectory, "response_length" if cut_by_room else "turn_length")
+        return await _off_loop(len(output.token_ids), self.chat.decode, output.token_ids)
+
+    def parse_tool_calls(self, text: str) -> list[ToolCall]:
+        """The calls in a turn's text, in their order; malformed ones carry a `problem`."""
+        return self.context.parser.parse(text).calls
+
+    def reason_to_stop(
+        self, trajectory: Trajectory, text: str, calls: list[ToolCall]
+    ) -> Termination | None:
+        """Why the turn just sampled is the last one; None when its calls are to be run."""
+        limits = self.config.rollout.multi_turn
+        stop_when = self.context.stop_when
+        num_run = sum(record.status != "not_run" for record in trajectory.tool_calls)
+        if trajectory.termination is not None:
+            return trajectory.termination
+        if not calls or (stop_when is not None and stop_when.search(text)):
+            return "stop"
+        if _reached(trajectory.num_turns, limits.max_assistant_turns):
+            return "max_assistant_turns"
+        if _reached(trajectory.num_turns - 1, limits.max_user_turns):
+            return "max_user_turns"
+        if _reached(num_run, limits.max_tool_calls):
+            return "max_tool_calls"
+        return None
+
+    def tool_session(self, row: Mapping[str, Any]) -> ToolSession:
+        """The tools of one row, to be used with `async with`.
+
+        `extra_info.tool_selection` limits them, `extra_info.tools_kwargs` holds their arguments.
+        """
+        extra_info = row.get("extra_info") or {}
+        selection = extra_info.get("tool_selection")
+        names = list(self.tools) if selection is None else list(selection)
+        for name in names:
+            if name not in self.tools:
+                raise ValueError(
+                    f"extra_info.tool_selection: no tool {name!r}{nearest(name, self.tools)}"
+                )
+        return ToolSession(
+            {name: self.tools[name] for name in names},
+            self.config.rollout.multi_turn,
+            self.tokenizer,
+            extra_info.get("tools_kwargs"),
+        )
+
+    async def append_observation(
+        self, trajectory: Trajectory, messages: Messages, tools: list[dict[str, Any]] | None = None
+    ) -> bool:
+        """Append tool or user messages and the start of the next turn, and return True.
+
+        When no token would be left for that turn, append nothing, end the trajectory
+        (`observation_too_long`) and return False.
+        """
+        size = sum(len(str(m.get("content"))) for m in messages)
+        token_ids = await _off_loop(size, self.chat.observation, messages, tools or None)
+        if len(token_ids) >= self.room(trajectory):
+            self.finish(trajectory, "observation_too_long")
+            return False
+        trajectory.append_observation(token_ids)
+        return True
+
+    def finish(self, trajectory: Trajectory, reason: Termination) -> Trajectory:
+        """End the trajectory, unless it has ended already, and return it.
+
+        An observation that no turn followed is taken back: the policy's tokens are the last ones.
+        """
+        if trajectory.termination is None:
+            trajectory.termination = reason
+            trim(trajectory)
+        return trajectory
+
+    def room(self, trajectory: Trajectory) -> int:
+        """Tokens that may still follow."""
+        return min(
+            self.config.rollout.response_length - len(trajectory.response_ids),
+            self.config.max_model_len - len(trajectory.prompt_ids) - len(trajectory.response_ids),
+        )
+
+    def _turn_params(
+        self, trajectory: Trajectory, given: Mapping[str, Any], room: int
+    ) -> dict[str, Any]:
+        limits = (room, self.config.rollout.multi_turn.max_tokens_per_turn, given.get("max_tokens"))
+        params = {
+            **given,
+            "max_tokens": min(limit for limit in limits if limit is not None),
+            "stop_token_ids": list(self.chat.stop_token_ids),
+        }
+        if given.get("seed") is not None:
+            index = next(i for i, t in enumerate(self.trajectories) if t is trajectory)
+            params["seed"] = derive_seed(given["seed"], index, trajectory.num_turns)
+        return params
+
+
+AgentLoopFactory = Callable[[AgentLoopContext], AgentLoopBase]
+
+AGENT_LOOPS: Registry[AgentLoopFactory] = Registry("agent loop")
+
+register = AGENT_LOOPS.register
+
+
+def load_agent_loops(path: str | Path) -> dict[str, AgentLoopFactory]:
+    """What makes agent loops of a context, by name, from a YAML list `{name, _target_, **options}`.
+
+    ConfigError names the file, the entry, and what is wrong with it.
+    """
+    content = read_yaml(path)
+    if not isinstance(content, list):
+        raise ConfigError(f"{path}: expected a list of `{{name, _target_, ...}}`")
+    loops: dict[str, AgentLoopFactory] = {}
+    for number, entry in enumerate(content, start=1):
+        try:
+            name, factory = _agent_loop(entry)
+            if name in loops:
+                raise ValueError(f"there is already an agent loop named {name!r}")
+        except ValueError as error:
+            raise ConfigError(f"{path}: entry {number}: {error}") from error
+        loops[name] = factory
+    return loops
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed of 31 bits that depends on all parts and their order, the same in every process."""
+    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") & 0x7FFF_FFFF
+
+
+def trim(trajectory: Trajectory) -> None:
+    """Take back an observation at the end of the response."""
+    end = trajectory.turn_ends[-1] if trajectory.turn_ends else 0
+    for values in (
+        trajectory.response_ids,
+        trajectory.response_mask,
+        trajectory.response_logprobs,
+    ):
+        del values[end:]
+
+
+def _agent_loop(entry: Any) -> tuple[str, AgentLoopFactory]:
+    options = dict(entry) if isinstance(entry, dict) else {}
+    name, target = options.pop("name", None), options.pop("_target_", None)
+    if not isinstance(name, str) or not isinstance(target, str):
+        raise ValueError("needs `name` and `_target_: package.module:Class`")
+    found = locate(target, "agent loop")
+    if not (isinstance(found, type) and issubclass(found, AgentLoopBase)):
+        raise ValueError(f"_target_: {target!r} is not a subclass of AgentLoopBase")
+    known = option_names(found)
+    for key in options.keys() - known:
+        raise ValueError(f"{key}: {target} has no such option{nearest(str(key), known)}")
+    return name, partial(found, **options)
+
+
+async def _off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
+    """Tokenize short texts here, where a thread would cost more, and long ones in a thread."""
+    if size < LONG_TEXT:
+        return function(*args)
+    return await asyncio.to_thread(function, *args)
+
+
+def _reached(count: int, limit: int | None) -> bool:
+    return limit is not None and count >= limit
+
+
+def _count(trajectory: Trajectory, output: TokenOutput, seconds: float) -> None:
+    for key, value in (
+        ("generate_s", seconds),
+        ("num_cached_tokens", output.num_cached_tokens),
+        ("num_preempted", output.num_preempted),
+    ):
+        trajectory.metrics[key] = trajectory.metrics.get(key, 0.0) + value

@@ -1,0 +1,90 @@
+"""The boundary at which what goes wrong in a conversation becomes data."""
+
+import asyncio
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from minirl.agent_loop.base import (
+    AGENT_LOOPS,
+    AgentLoopBase,
+    AgentLoopContext,
+    ServerError,
+    trim,
+)
+from minirl.tools.session import cancelled_from_outside
+from minirl.types import Termination, Trajectory
+
+
+def make_agent_loop(name: str, context: AgentLoopContext) -> AgentLoopBase:
+    """A new agent loop by its name in the agent-loop file, its registered one, or its import path.
+
+    ValueError with the nearest name when there is none.
+    """
+    factory = context.agent_loops.get(name) or AGENT_LOOPS.find(name)
+    return factory(context)
+
+
+async def run_agent_loop(
+    loop: AgentLoopBase, sampling_params: Mapping[str, Any], row: Mapping[str, Any]
+) -> list[Trajectory]:
+    """Hold one conversation and return its trajectories, at least one, each with a termination.
+
+    An exception in user code becomes `error` with its traceback, rollout.trajectory_timeout_s
+    `timeout`; both keep what was sampled until then. Cancellation and ServerError pass through.
+    """
+    try:
+        async with asyncio.timeout(loop.config.rollout.trajectory_timeout_s) as deadline:
+            result = await loop.run(dict(sampling_params), **row)
+        trajectories = _finished(result)
+    except asyncio.CancelledError as error:
+        if cancelled_from_outside():
+            raise
+        trajectories = _failed(loop, "error", error)
+    except Exception as error:
+        if _is_server_error(error):
+            raise
+        timed_out = isinstance(error, TimeoutError) and deadline.expired()
+        trajectories = _failed(loop, "timeout" if timed_out else "error", error)
+    for trajectory in trajectories:
+        _label(trajectory, row)
+    return trajectories
+
+
+def record_failure(trajectory: Trajectory, reason: Termination, error: BaseException) -> None:
+    """End a trajectory because of an exception in user code, and keep its traceback."""
+    trajectory.termination = reason
+    trajectory.error = "".join(traceback.format_exception(error))
+    trim(trajectory)
+
+
+def _finished(result: Any) -> list[Trajectory]:
+    trajectories = result if isinstance(result, list) else [result]
+    if not trajectories or not all(isinstance(t, Trajectory) for t in trajectories):
+        raise TypeError(f"run() returned {result!r}; expected a trajectory or a list of them")
+    if any(t.termination is None for t in trajectories):
+        raise ValueError(
+            "run() returned a trajectory that has not ended; call self.finish(trajectory, reason)"
+        )
+    return trajectories
+
+
+def _failed(loop: AgentLoopBase, reason: Termination, error: BaseException) -> list[Trajectory]:
+    trajectories = loop.trajectories or [Trajectory(prompt_ids=[])]
+    for trajectory in trajectories:
+        record_failure(trajectory, reason, error)
+    return trajectories
+
+
+def _is_server_error(error: Exception) -> bool:
+    """Also inside the group that a TaskGroup of the user's makes of it."""
+    if isinstance(error, ExceptionGroup):
+        return error.subgroup(ServerError) is not None
+    return isinstance(error, ServerError)
+
+
+def _label(trajectory: Trajectory, row: Mapping[str, Any]) -> None:
+    trajectory.uid = str(row.get("uid", ""))
+    trajectory.sample_index = int(row.get("sample_index", 0))
+    trajectory.data_source = row.get("data_source") or ""
+    trajectory.ground_truth = (row.get("reward_model") or {}).get("ground_truth")

@@ -1,0 +1,21 @@
+"""From a finished trajectory to its reward."""
+
+from minirl.rewards.functions import SCORERS, RewardFunction, load_reward_function
+from minirl.rewards.managers import (
+    REWARD_MANAGERS,
+    NaiveRewardManager,
+    RewardManager,
+    load_reward_manager,
+    token_rewards,
+)
+
+__all__ = [
+    "REWARD_MANAGERS",
+    "SCORERS",
+    "NaiveRewardManager",
+    "RewardFunction",
+    "RewardManager",
+    "load_reward_function",
+    "load_reward_manager",
+    "token_rewards",
+]

@@ -1,0 +1,102 @@
+"""Reward functions: by data source, or the user's own."""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from minirl.config import ConfigError, CustomRewardConfig, RewardConfig
+from minirl.registry import Registry, locate, nearest, option_names
+from minirl.rewards import gsm8k
+from minirl.tools.threads import run_in_thread
+
+Score = float | Mapping[str, Any]
+
+RewardFunction = Callable[[str, str, Any, Mapping[str, Any]], Awaitable[Score]]
+"""(data_source, solution_str, ground_truth, extra_info) -> a score, or a mapping with `score`."""
+
+SCORERS: Registry[Callable[..., Score]] = Registry("reward function for data_source")
+"""Quick functions by data_source, called on the event loop."""
+
+SCORERS.register("openai/gsm8k")(gsm8k.compute_score)
+SCORERS.register("calculator")(gsm8k.compute_score)
+
+_POSITIONAL = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def load_reward_function(config: RewardConfig) -> RewardFunction:
+    """The function of reward.custom_reward_function, or the one that chooses by data_source.
+
+    reward.reward_kwargs are bound to it. A plain function of the user's runs in a thread, so it may
+    wait or compute for long. ConfigError names what cannot be found or is not accepted.
+    """
+    if config.custom_reward_function is None:
+        return _by_data_source(config.reward_kwargs)
+    function = _load_custom(config.custom_reward_function)
+    _check_options(function, config.reward_kwargs)
+    bound = partial(function, **config.reward_kwargs)
+    if inspect.iscoroutinefunction(function):
+        return bound
+    return partial(run_in_thread, bound)
+
+
+def _by_data_source(options: Mapping[str, Any]) -> RewardFunction:
+    known = set().union(*(option_names(SCORERS.find(name)) for name in SCORERS))
+    for key in options.keys() - known:
+        raise ConfigError(f"reward.reward_kwargs.{key}: no such option{nearest(key, known)}")
+
+    async def score(
+        data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+    ) -> Score:
+        function = SCORERS.build(data_source, options)
+        return function(data_source, solution_str, ground_truth, extra_info)
+
+    return score
+
+
+def _load_custom(config: CustomRewardConfig) -> Callable[..., Any]:
+    key = "reward.custom_reward_function"
+    if not config.path.endswith(".py"):
+        try:
+            function = locate(f"{config.path}:{config.name}", key)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    else:
+        module = _import_file(Path(config.path), f"{key}.path")
+        if not hasattr(module, config.name):
+            names = [n for n, v in vars(module).items() if inspect.isfunction(v)]
+            raise ConfigError(
+                f"{key}.name: {config.path} has no {config.name!r}{nearest(config.name, names)}"
+            )
+        function = getattr(module, config.name)
+    if not callable(function):
+        raise ConfigError(f"{key}.name: {config.name!r} in {config.path} is not a function")
+    return function
+
+
+def _import_file(path: Path, key: str) -> Any:
+    if not path.is_file():
+        raise ConfigError(f"{key}: got {str(path)!r}; no such file")
+    name = f"minirl_custom_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # it is a .py file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look the module up by its name
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check_options(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    known = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    known = [name for name in known if name not in _POSITIONAL]
+    for key in options.keys() - set(known):
+        raise ConfigError(
+            f"reward.reward_kwargs.{key}: the reward function has no such parameter"
+            f"{nearest(key, known)}"
+        )
