@@ -1,0 +1,171 @@
+"""The world of ranks: set-up from torchrun's variables (or a world of one), device, small collectives.
+
+Every collective here runs on CPU tensors over gloo, so it works while an engine holds the GPU.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minirl.config import Config, ConfigError
+from minirl.types import PER_SEQUENCE, MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dist:
+    """This process's place among the ranks.
+
+    With W = 4 ranks and tensor_parallel_size T = 2, ranks 0 and 1 are group 0 (leader 0), ranks 2 and 3
+    are group 1 (leader 2). The leader holds the group's engine.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    tensor_parallel_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0 hosts the agent loops."""
+        return self.rank == 0
+
+    @property
+    def num_groups(self) -> int:
+        """W / T: the number of engines."""
+        return self.world_size // self.tensor_parallel_size
+
+    @property
+    def group(self) -> int:
+        """Index of this rank's group."""
+        return self.rank // self.tensor_parallel_size
+
+    @property
+    def leader(self) -> int:
+        """The rank that holds this group's engine."""
+        return self.group * self.tensor_parallel_size
+
+    @property
+    def is_leader(self) -> bool:
+        """True where the engine lives."""
+        return self.rank == self.leader
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.sum_floats([0.0])  # dist.barrier() would use the GPU, and need a device for it
+
+    def sum_floats(self, values: list[float]) -> list[float]:
+        """Element-wise sum over ranks; every rank passes the same number of values."""
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def gather_floats(self, values: list[float]) -> list[list[float]]:
+        """Every rank's values, by rank; every rank passes the same number of values."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(parts, mine)
+        return [part.tolist() for part in parts]
+
+    def sum_tensor(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place, of a CPU tensor."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast_batch(self, batch: MicroBatch | None) -> MicroBatch:
+        """Rank 0's batch (CPU tensors) on every rank; the others pass None.
+
+        Three broadcasts, whatever the fields: sizes and which fields are set, all integers, all floats.
+        """
+        if self.world_size == 1:
+            assert batch is not None
+            return batch
+        names = [f.name for f in fields(MicroBatch)]
+        header = torch.zeros(2 + len(names), dtype=torch.int64)
+        if batch is not None:
+            present = [getattr(batch, name) is not None for name in names]
+            header = torch.tensor([batch.num_tokens, batch.num_sequences, *present])
+        dist.broadcast(header, src=0)
+        num_tokens, num_sequences, *present = header.tolist()
+        set_names = [name for name, is_set in zip(names, present, strict=True) if is_set]
+        values: dict[str, Tensor] = {}
+        for dtype in (torch.int64, torch.float32):
+            here = [
+                name for name in set_names if (name in INTEGER_FIELDS) == (dtype is torch.int64)
+            ]
+            sizes = [num_sequences if name in PER_SEQUENCE else num_tokens for name in here]
+            flat = torch.empty(sum(sizes), dtype=dtype)
+            if batch is not None:
+                torch.cat([getattr(batch, name) for name in here], out=flat)
+            dist.broadcast(flat, src=0)
+            values |= zip(here, flat.split(sizes), strict=True)
+        return MicroBatch(**values)
+
+
+INTEGER_FIELDS = PER_SEQUENCE | {"tokens", "positions", "sequence_ids"}
+"""Fields of MicroBatch of type int64; all others are float32."""
+
+
+@contextmanager
+def distributed(config: Config) -> Iterator[Dist]:
+    """Join the world that torchrun describes, or make a world of one; leave it at the end.
+
+    Raises ConfigError, before anything is opened, when tensor_parallel_size does not divide the number
+    of ranks or when the device that is asked for does not exist.
+    """
+    world = place(config, os.environ)
+    threads = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    torch.set_num_threads(max(1, threads))
+    cuda = world.device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(world.device)
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if cuda else "cpu:gloo",
+        # A world of one needs no port: two runs on one machine cannot meet.
+        store=None if "RANK" in os.environ else dist.HashStore(),
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=config.trainer.collective_timeout_s),
+        device_id=world.device if cuda else None,
+    )
+    try:
+        yield world
+    finally:
+        dist.destroy_process_group()
+
+
+def place(config: Config, environment: os._Environ[str] | dict[str, str]) -> Dist:
+    """This rank's Dist from torchrun's variables; opens nothing."""
+    local_rank = int(environment.get("LOCAL_RANK", 0))
+    world_size = int(environment.get("WORLD_SIZE", 1))
+    size = config.rollout.tensor_parallel_size
+    if world_size % size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size: got {size}, which does not divide the {world_size} ranks; "
+            f"start a multiple of it, e.g. torchrun --nproc-per-node {size}"
+        )
+    return Dist(
+        rank=int(environment.get("RANK", 0)),
+        world_size=world_size,
+        local_rank=local_rank,
+        device=choose_device(config.trainer.device, local_rank),
+        tensor_parallel_size=size,
+    )
+
+
+def choose_device(device: str, local_rank: int) -> torch.device:
+    """The device of the rank `local_rank` under `trainer.device` = auto, cpu or cuda."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"trainer.device: got {device!r}, but local rank {local_rank} finds only "
+            f"{torch.cuda.device_count()} CUDA devices; start fewer ranks, or set trainer.device=cpu"
+        )
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,1 @@
+"""The gradient side: FSDP2, packed batches, the policy update and checkpoints."""

@@ -1,0 +1,159 @@
+"""Trajectories to packed batches, packed batches to rows and back, and who computes which sequence."""
+
+import heapq
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from minirl.types import MicroBatch, Trajectory
+
+QUADRATIC_LENGTH = 16384
+"""Tokens at which attention costs as much as all else, for models of 1B to 8B parameters
+(6 x hidden size)."""
+
+
+def pack(
+    trajectories: list[Trajectory],
+    token_rewards: list[list[float]],
+    group_ids: list[int],
+    trains: list[bool] | None = None,
+) -> MicroBatch:
+    """Lay trajectories end to end; `token_rewards[i]` has one reward per response token of trajectory i.
+
+    A trajectory with `trains[i]` false keeps its place, with response_mask 0 everywhere: it does not
+    enter the loss.
+    """
+    trains = trains or [True] * len(trajectories)
+    mask: list[float] = []
+    logprobs: list[float] = []
+    rewards: list[float] = []
+    for t, reward, train in zip(trajectories, token_rewards, trains, strict=True):
+        if len(reward) != len(t.response_ids):
+            raise ValueError(f"{len(reward)} rewards for {len(t.response_ids)} response tokens")
+        prompt = [0.0] * len(t.prompt_ids)
+        mask += prompt + [float(train and m) for m in t.response_mask]
+        logprobs += prompt + t.response_logprobs
+        rewards += prompt + reward
+    lengths = torch.tensor([len(t.token_ids) for t in trajectories], dtype=torch.int64)
+    starts = torch.cumsum(lengths, 0) - lengths
+    sequence_ids = torch.repeat_interleave(lengths)
+    return MicroBatch(
+        tokens=torch.tensor([i for t in trajectories for i in t.token_ids], dtype=torch.int64),
+        positions=torch.arange(int(lengths.sum())) - starts[sequence_ids],
+        sequence_ids=sequence_ids,
+        response_mask=torch.tensor(mask, dtype=torch.float32),
+        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        token_rewards=torch.tensor(rewards, dtype=torch.float32),
+        lengths=lengths,
+        prompt_lengths=torch.tensor([len(t.prompt_ids) for t in trajectories], dtype=torch.int64),
+        group_ids=torch.tensor(group_ids, dtype=torch.int64),
+    )
+
+
+def to_rows(batch: MicroBatch, name: str) -> Tensor:
+    """The field `name` of the response part as [B, T], padded on the right with 0.
+
+    Row i holds the response of sequence i; T is the longest response.
+    """
+    where, (rows, columns), shape = _response_places(batch)
+    values = getattr(batch, name)
+    padded = values.new_zeros(shape)
+    padded[rows, columns] = values[where]
+    return padded
+
+
+def from_rows(batch: MicroBatch, rows: Tensor) -> Tensor:
+    """The inverse of `to_rows`: values [B, T] at their tokens, [N], 0 on prompts."""
+    where, (row, column), _ = _response_places(batch)
+    packed = rows.new_zeros(batch.num_tokens)
+    packed[where] = rows[row, column]
+    return packed
+
+
+def _response_places(batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[int, int]]:
+    """Response tokens [n], their (row, column), and the shape (B, T) of the rows."""
+    column = batch.positions - batch.prompt_lengths[batch.sequence_ids]
+    where = (column >= 0).nonzero().squeeze(1)
+    longest = int((batch.lengths - batch.prompt_lengths).max()) if batch.num_sequences else 0
+    places = (batch.sequence_ids[where], column[where])
+    return where, places, (batch.num_sequences, longest)
+
+
+def token_places(batch: MicroBatch, sequences: list[int]) -> Tensor:
+    """Where the tokens of `batch.select(sequences)` stand in `batch`: [n] int64."""
+    starts = torch.cumsum(batch.lengths, 0) - batch.lengths
+    spans = [torch.arange(starts[s], starts[s] + batch.lengths[s]) for s in sequences]
+    return torch.cat(spans)
+
+
+def empty_like(batch: MicroBatch) -> MicroBatch:
+    """One token that does not train, with the fields of `batch`: what an idle rank computes on."""
+    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    zeros = {k: v if v is None else torch.zeros(1, dtype=v.dtype) for k, v in values.items()}
+    one = torch.ones(1, dtype=torch.int64)
+    return MicroBatch(**zeros | {"lengths": one, "prompt_lengths": one})
+
+
+def trained_per_sequence(batch: MicroBatch) -> Tensor:
+    """Tokens with response_mask 1 of each sequence: [S] float32."""
+    return torch.zeros(batch.num_sequences).index_add(0, batch.sequence_ids, batch.response_mask)
+
+
+def mini_batches(batch: MicroBatch, prompts_per_mini_batch: int) -> list[list[int]]:
+    """Sequence indices of each mini-batch: whole groups, in the order of the batch.
+
+    The last mini-batch is smaller when groups were dropped.
+    """
+    groups: dict[int, list[int]] = {}
+    for sequence, group in enumerate(batch.group_ids.tolist()):
+        groups.setdefault(group, []).append(sequence)
+    members = list(groups.values())
+    chunks = range(0, len(members), prompts_per_mini_batch)
+    return [sum(members[i : i + prompts_per_mini_batch], []) for i in chunks]
+
+
+def plan(lengths: list[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+    """Spread sequences over ranks and micro-batches: `plan(...)[rank][slot]` lists sequence indices.
+
+    Every rank has the same number of slots, the fewest that are found; a slot holds at most `max_tokens`
+    tokens, or one longer sequence, or nothing. Estimated costs are balanced, first within a slot, where
+    ranks wait for each other, then over the slots. A function of its arguments alone: every rank
+    computes the same plan without communication.
+    """
+    order = sorted(range(len(lengths)), key=lambda s: (-lengths[s], s))
+    num_slots = max(1, -(-sum(min(n, max_tokens) for n in lengths) // (num_ranks * max_tokens)))
+    while (bins := _fill(order, lengths, num_slots * num_ranks, max_tokens)) is None:
+        num_slots += 1
+    bins.sort(key=lambda members: -sum(cost(lengths[s]) for s in members))
+    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    for slot in range(num_slots):
+        near = bins[slot * num_ranks : (slot + 1) * num_ranks]
+        for rank, members in enumerate(near if slot % 2 == 0 else reversed(near)):
+            ranks[rank].append(sorted(members))
+    return ranks
+
+
+def cost(length: int) -> float:
+    """Estimated work for a sequence, in tokens: linear, plus quadratic for attention."""
+    return length * (1 + length / QUADRATIC_LENGTH)
+
+
+def _fill(
+    order: list[int], lengths: list[int], num_bins: int, max_tokens: int
+) -> list[list[int]] | None:
+    """Each sequence, longest first, into the cheapest bin with room; None when one finds no room."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    heap = [(0.0, 0, b) for b in range(num_bins)]  # (cost, tokens, bin)
+    for s in order:
+        full = []
+        while heap and heap[0][1] and heap[0][1] + lengths[s] > max_tokens:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        spent, tokens, b = heap[0]
+        bins[b].append(s)
+        heapq.heapreplace(heap, (spent + cost(lengths[s]), tokens + lengths[s], b))
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return bins
