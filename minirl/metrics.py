@@ -11,6 +11,7 @@ from typing import Any, Literal, SupportsFloat, get_args, get_type_hints
 from minirl.types import Termination, ToolCallRecord, Trajectory
 
 Reduce = Literal["mean", "sum", "min", "max", "last"]
+STATISTICS: tuple[Reduce, ...] = ("mean", "max", "min")
 
 COMBINE: dict[str, Callable[[float, float], float]] = {
     "mean": operator.add,  # of value * weight; result() divides by the sum of the weights
@@ -72,7 +73,7 @@ class Metrics:
     def add_stats(self, name: str, values: Iterable[SupportsFloat]) -> None:
         """Add `name/mean`, `name/max` and `name/min` of `values`, each counting the same."""
         for value in values:
-            for statistic in get_args(Literal["mean", "max", "min"]):
+            for statistic in STATISTICS:
                 self.add(f"{name}/{statistic}", value, reduce=statistic)
 
     def merge(self, other: "Metrics") -> None:

@@ -8,7 +8,14 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from minirl.config import ConfigError
-from minirl.tracking import TRACKERS, Tracking, TrajectoryWriter, read_metrics, to_json
+from minirl.tracking import (
+    TRACKERS,
+    Tracking,
+    TrajectoryWriter,
+    _mlflow_name,
+    read_metrics,
+    to_json,
+)
 from minirl.types import TokenOutput, ToolCallRecord, Trajectory
 
 CONFIG = {"trainer": {"seed": 0}}
@@ -190,3 +197,8 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path) -> None:
     with pytest.raises(UnicodeDecodeError):
         writer.write(1, "train", [Trajectory(prompt_ids=[255])], decode)
     assert path.read_text() == before
+
+
+def test_mlflow_gets_names_that_it_takes() -> None:
+    name = _mlflow_name("val-core/openai/gsm8k+x/acc/mean@8")
+    assert name == "val-core/openai/gsm8k_x/acc/mean_at_8"
