@@ -1,0 +1,336 @@
+"""Advantage estimators: from a whole step of token rewards [B, T] to advantages and returns [B, T].
+
+Letters: m response_mask; r_i the sum of a trajectory's rewards; g its group (same prompt), n the
+group's size, mu_g and sigma_g its mean and unbiased standard deviation; V the critic; `whiten`:
+subtract the mean over all sampled tokens, divide by their standard deviation. Outcome estimators
+give every sampled token its trajectory's advantage, and return it as `returns` too.
+
+The first line of each docstring is the formula and the line `Paper:` its source;
+`python -m minirl.algorithms` prints both.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minirl.algorithms.requirements import requirements, requires
+from minirl.algorithms.segments import Segments
+from minirl.registry import Registry, nearest
+from minirl.types import AdvantageInputs
+
+Advantages = tuple[Tensor, Tensor]
+"""(advantages, returns), both [B, T]."""
+
+ADV_ESTIMATORS: Registry[Callable[..., Advantages]] = Registry("advantage estimator")
+"""Functions of AdvantageInputs; keyword-only arguments are options."""
+
+STD_EPSILON = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HintedAdvantageInputs(AdvantageInputs):
+    """AdvantageInputs of `cpo`: the answers' log-probabilities with and without the hint."""
+
+    logprobs: Tensor | None = None  # [B, T]
+    hinted_logprobs: Tensor | None = None  # [B, T], of easy groups anything finite
+
+
+def compute_advantages(name: str, inputs: AdvantageInputs, **options: object) -> Advantages:
+    """Run the estimator `name` (registered, or `package.module:function`) without gradients.
+
+    Returns advantages and returns [B, T], exactly 0 where `response_mask` is 0. Raises ValueError
+    for an unknown name or option, and when an input that the estimator declares is missing.
+    """
+    estimator = ADV_ESTIMATORS.build(name, options)
+    needed = requirements(ADV_ESTIMATORS.find(name))
+    needed.check_inputs(f"advantage estimator {name!r}", inputs)
+    masked = inputs.response_mask == 0
+    with torch.no_grad():
+        advantages, returns = estimator(inputs)
+    return advantages.masked_fill(masked, 0.0), returns.masked_fill(masked, 0.0)
+
+
+def equal_reward_fraction(scores: Tensor, group_ids: Tensor) -> float:
+    """Share of groups whose rewards [B] are all equal: they carry no signal."""
+    groups = Segments.of_groups(group_ids)
+    return float((groups.max(scores) == -groups.max(-scores)).float().mean())
+
+
+# --- Per token ---
+
+
+@ADV_ESTIMATORS.register("gae")
+@requires(needs=("values",))
+def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
+    """A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t; whitened. R = A + V.
+
+    t counts sampled tokens: those with m = 0 are stepped over, so the value after a tool call's
+    last token is that of the next turn's first. V = 0 after the last. R takes A before whitening.
+
+    Paper: Schulman et al., High-dimensional continuous control using GAE, 2015.
+    """
+    assert inputs.values is not None
+    order = sampled_first(inputs.response_mask)
+    mask = inputs.response_mask.gather(1, order)
+    rewards = inputs.token_rewards.gather(1, order) * mask
+    values = inputs.values.gather(1, order) * mask
+    next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
+    delta = rewards + gamma * next_values - values
+    raw = discounted_sum(delta, gamma * lam)
+    returns = spread_sampled(raw + values, order, inputs.response_mask)
+    advantages = spread_sampled(raw, order, inputs.response_mask)
+    return whiten(advantages, inputs.response_mask), returns
+
+
+@ADV_ESTIMATORS.register("reinforce_plus_plus")
+def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Advantages:
+    """A_t = whiten(R_t), R_t = r_t + gamma R_{t+1} the discounted reward-to-go.
+
+    t counts sampled tokens: R is carried through those with m = 0 unchanged.
+
+    Paper: Hu, REINFORCE++, 2025.
+    """
+    order = sampled_first(inputs.response_mask)
+    rewards = (inputs.token_rewards * inputs.response_mask).gather(1, order)
+    returns = spread_sampled(discounted_sum(rewards, gamma), order, inputs.response_mask)
+    return whiten(returns, inputs.response_mask), returns
+
+
+@ADV_ESTIMATORS.register("remax")
+@requires(needs=("greedy_rewards",))
+def remax(inputs: AdvantageInputs) -> Advantages:
+    """A_t = sum_{s>=t} r_s - r(greedy rollout of the same prompt).
+
+    Paper: Li et al., ReMax, 2023.
+    """
+    assert inputs.greedy_rewards is not None
+    returns = discounted_sum(inputs.token_rewards * inputs.response_mask, 1.0)
+    return returns - inputs.greedy_rewards[:, None], returns
+
+
+# --- Per trajectory, against its group ---
+
+
+@ADV_ESTIMATORS.register("grpo")
+@requires(min_group_size=2)
+def grpo(inputs: AdvantageInputs, *, norm_adv_by_std_in_grpo: bool = True) -> Advantages:
+    """A_i = (r_i - mu_g) / (sigma_g + 1e-6); norm_adv_by_std_in_grpo=false leaves the division out.
+
+    Paper: Shao et al., DeepSeekMath, 2024; without the division Liu et al., Dr. GRPO, 2025.
+    """
+    groups = Segments.of_groups(inputs.group_ids)
+    return _outcome(_group_relative(_scores(inputs), groups, norm_adv_by_std_in_grpo), inputs)
+
+
+@ADV_ESTIMATORS.register("grpo_passk")
+@requires(min_group_size=2)
+def grpo_passk(inputs: AdvantageInputs, *, norm_adv_by_std_in_grpo: bool = True) -> Advantages:
+    """A_best = (r_max - r_second) / (sigma_g + 1e-6), all others 0.
+
+    Paper: Tang et al., Optimizing language models for inference time objectives, 2025.
+    """
+    scores, groups = _scores(inputs), Segments.of_groups(inputs.group_ids)
+    best = groups.spread(groups.max(scores))
+    is_best = scores == best
+    second = groups.spread(groups.max(scores.masked_fill(is_best, -torch.inf)))
+    alone_on_top = is_best & (groups.spread(groups.sum(is_best.long())) == 1) & second.isfinite()
+    margin = torch.where(alone_on_top, best - second, 0.0)
+    if norm_adv_by_std_in_grpo:
+        margin = margin / (_group_std(scores, groups) + STD_EPSILON)
+    return _outcome(margin, inputs)
+
+
+@ADV_ESTIMATORS.register("rloo")
+@requires(min_group_size=2)
+def rloo(inputs: AdvantageInputs) -> Advantages:
+    """A_i = r_i - mean of the others' r = n / (n - 1) (r_i - mu_g).
+
+    Paper: Ahmadian et al., Back to basics, 2024.
+    """
+    groups = Segments.of_groups(inputs.group_ids)
+    n = group_size(groups, inputs.token_rewards.dtype)
+    return _outcome(n / (n - 1).clamp(min=1) * _centred(_scores(inputs), groups), inputs)
+
+
+@ADV_ESTIMATORS.register("reinforce_plus_plus_baseline")
+@requires(min_group_size=2)
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Advantages:
+    """A = whiten(r_i - mu_g), every sampled token counting once.
+
+    Paper: Hu, REINFORCE++, 2025.
+    """
+    centred = _centred(_scores(inputs), Segments.of_groups(inputs.group_ids))
+    advantages, _ = _outcome(centred, inputs)
+    advantages = whiten(advantages, inputs.response_mask)
+    return advantages, advantages
+
+
+@ADV_ESTIMATORS.register("opo")
+@requires(min_group_size=2)
+def opo(inputs: AdvantageInputs) -> Advantages:
+    """A_i = r_i - sum_j len_j r_j / sum_j len_j over the group, len the number of sampled tokens.
+
+    Paper: Hao et al., On-policy RL with optimal reward baseline, 2025.
+    """
+    groups = Segments.of_groups(inputs.group_ids)
+    lengths = inputs.response_mask.sum(1)
+    scores = _above_lowest(_scores(inputs), groups)
+    baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1)
+    return _outcome(scores - groups.spread(baseline), inputs)
+
+
+@ADV_ESTIMATORS.register("gpg")
+@requires(min_group_size=2)
+def gpg(inputs: AdvantageInputs, *, f_norm: float = 1.0) -> Advantages:
+    """A_i = alpha (r_i - mu_g) / f_norm, alpha = B / number of trajectories with r != 0.
+
+    Paper: Chu et al., GPG: group policy gradient, 2025.
+    """
+    scores = _scores(inputs)
+    alpha = scores.numel() / max(int(scores.count_nonzero()), 1)
+    groups = Segments.of_groups(inputs.group_ids)
+    return _outcome(alpha * _centred(scores, groups) / f_norm, inputs)
+
+
+@ADV_ESTIMATORS.register("gdpo")
+@requires(needs=("reward_components",), min_group_size=2)
+def gdpo(
+    inputs: AdvantageInputs,
+    *,
+    gdpo_reward_keys: Sequence[str] | None = None,
+    gdpo_reward_weights: Sequence[float] | None = None,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> Advantages:
+    """A = whiten(sum_k w_k GRPO(r_ik)) over the components k of the reward.
+
+    `gdpo_reward_keys` names the components (None = all); `gdpo_reward_weights` are theirs, in that
+    order (None = 1 each). The summed reward is not used.
+
+    Paper: Liu et al., GDPO: group reward-decoupled normalization, 2026.
+    """
+    assert inputs.reward_components is not None
+    keys = list(inputs.reward_components if gdpo_reward_keys is None else gdpo_reward_keys)
+    weights = [1.0] * len(keys) if gdpo_reward_weights is None else list(gdpo_reward_weights)
+    if len(weights) != len(keys):
+        raise ValueError(f"gdpo_reward_weights: got {weights}; give one for each of {keys}")
+    groups = Segments.of_groups(inputs.group_ids)
+    total = torch.zeros_like(_scores(inputs))
+    for key, weight in zip(keys, weights, strict=True):
+        if key not in inputs.reward_components:
+            hint = nearest(key, inputs.reward_components)
+            raise ValueError(f"gdpo_reward_keys: no reward component {key!r}{hint}")
+        component = inputs.reward_components[key].to(total.dtype)
+        total += weight * _group_relative(component, groups, norm_adv_by_std_in_grpo)
+    advantages = whiten(_outcome(total, inputs)[0], inputs.response_mask)
+    return advantages, advantages
+
+
+@ADV_ESTIMATORS.register("cpo")
+@requires(needs=("logprobs", "hinted_logprobs"), min_group_size=2)
+def cpo(
+    inputs: HintedAdvantageInputs,
+    *,
+    difficulty: float = 0.5,
+    weight_clip: float = 2.0,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> Advantages:
+    """A_t = GRPO x w_t, w_t = clip(exp(logp_hinted - logp), 1/c, c) / mean; in hard groups only.
+
+    Hard are groups whose `group_difficulty` is above `difficulty`; elsewhere w = 1. c is
+    `weight_clip`; the mean is over the sampled tokens of the response, so its advantages keep
+    their mean. Takes HintedAdvantageInputs.
+
+    Paper: none; minirl's curriculum policy optimization, on GRPO (Shao et al., 2024).
+    """
+    assert inputs.logprobs is not None and inputs.hinted_logprobs is not None
+    if weight_clip < 1:
+        raise ValueError(f"weight_clip: got {weight_clip!r}; must be at least 1")
+    advantages, _ = grpo(inputs, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)
+    mask = inputs.response_mask
+    log_ratio = (inputs.hinted_logprobs - inputs.logprobs).masked_fill(mask == 0, 0.0)
+    weights = log_ratio.exp().clamp(1 / weight_clip, weight_clip)
+    weights = weights / (
+        (weights * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    )
+    hard = group_difficulty(_scores(inputs), inputs.group_ids) > difficulty
+    advantages = torch.where(hard[:, None], advantages * weights, advantages)
+    return advantages, advantages
+
+
+def group_difficulty(scores: Tensor, group_ids: Tensor) -> Tensor:
+    """1 - mean success of the trajectory's group, success = reward cut to 0 .. 1. [B] to [B]."""
+    groups = Segments.of_groups(group_ids)
+    return 1 - groups.spread(groups.mean(scores.clamp(0, 1), torch.ones_like(scores)))
+
+
+# --- Helpers ---
+
+
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over the elements with mask 1, var unbiased; 0 elsewhere."""
+    count = mask.sum()
+    mean = (x * mask).sum() / count.clamp(min=1)
+    centred = (x - mean) * mask
+    return centred * torch.rsqrt(centred.square().sum() / (count - 1).clamp(min=1) + 1e-8)
+
+
+def _scores(inputs: AdvantageInputs) -> Tensor:
+    """r_i [B]."""
+    return inputs.token_rewards.sum(1)
+
+
+def _outcome(per_trajectory: Tensor, inputs: AdvantageInputs) -> Advantages:
+    """[B] to every sampled token [B, T]."""
+    advantages = per_trajectory[:, None] * inputs.response_mask
+    return advantages, advantages
+
+
+def group_size(groups: Segments, dtype: torch.dtype) -> Tensor:
+    """n at each trajectory [B]."""
+    return groups.spread(groups.sum(torch.ones_like(groups.ids, dtype=dtype)))
+
+
+def _above_lowest(scores: Tensor, groups: Segments) -> Tensor:
+    """r_i - the group's lowest: equal rewards give exactly 0, not rounding noise / 1e-6."""
+    return scores + groups.spread(groups.max(-scores))
+
+
+def _centred(scores: Tensor, groups: Segments) -> Tensor:
+    """r_i - mu_g."""
+    scores = _above_lowest(scores, groups)
+    return scores - groups.spread(groups.mean(scores, torch.ones_like(scores)))
+
+
+def _group_std(scores: Tensor, groups: Segments) -> Tensor:
+    """sigma_g at each trajectory; 0 in a group of one."""
+    squares = groups.spread(groups.sum(_centred(scores, groups).square()))
+    return (squares / (group_size(groups, scores.dtype) - 1).clamp(min=1)).sqrt()
+
+
+def _group_relative(scores: Tensor, groups: Segments, by_std: bool) -> Tensor:
+    centred = _centred(scores, groups)
+    return centred / (_group_std(scores, groups) + STD_EPSILON) if by_std else centred
+
+
+def sampled_first(mask: Tensor) -> Tensor:
+    """Column order [B, T'] that puts a row's sampled tokens first; T' the most that a row has."""
+    width = int(mask.sum(1).max()) if mask.numel() else 0
+    return (mask == 0).long().argsort(dim=1, stable=True)[:, :width]
+
+
+def spread_sampled(x: Tensor, order: Tensor, mask: Tensor) -> Tensor:
+    """Undo `sampled_first`: [B, T'] to [B, T]."""
+    return torch.zeros_like(mask, dtype=x.dtype).scatter(1, order, x) * mask
+
+
+def discounted_sum(x: Tensor, factor: float) -> Tensor:
+    """y_t = x_t + factor y_{t+1} along dimension 1."""
+    if factor == 1:
+        return x.flip(1).cumsum(1).flip(1)
+    out, running = torch.empty_like(x), x.new_zeros(x.shape[0])
+    for t in reversed(range(x.shape[1])):
+        running = x[:, t] + factor * running
+        out[:, t] = running
+    return out

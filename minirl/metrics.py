@@ -1,0 +1,190 @@
+"""Numbers of a step; each is added with the way it is reduced over micro-batches and ranks."""
+
+import math
+import operator
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, SupportsFloat, get_args, get_type_hints
+
+from minirl.types import Termination, ToolCallRecord, Trajectory
+
+Reduce = Literal["mean", "sum", "min", "max", "last"]
+STATISTICS: tuple[Reduce, ...] = ("mean", "max", "min")
+
+COMBINE: dict[str, Callable[[float, float], float]] = {
+    "mean": operator.add,  # of value * weight; result() divides by the sum of the weights
+    "sum": operator.add,
+    # Python's own min and max drop a nan, or keep it, by its position.
+    "min": lambda old, new: math.nan if math.isnan(old + new) else min(old, new),
+    "max": lambda old, new: math.nan if math.isnan(old + new) else max(old, new),
+    "last": lambda old, new: new,
+}
+
+
+class Metrics:
+    """Running values by name; a name has one reduction for good.
+
+    >>> metrics = Metrics()
+    >>> metrics.add("actor/entropy", 0.5, reduce="mean", weight=300)  # micro-batch of 300 tokens
+    >>> metrics.add("actor/entropy", 0.1, reduce="mean", weight=100)
+    >>> metrics.result()
+    {'actor/entropy': 0.4}
+
+    Over ranks: exchange `state()` (plain lists, for msgpack, JSON or all_gather_object), then
+    `Metrics.from_states(states).result()`, which is the same on every rank.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[Reduce, float, float]] = {}  # (reduce, value, weight)
+
+    def add(
+        self, name: str, value: SupportsFloat, *, reduce: Reduce, weight: SupportsFloat = 1.0
+    ) -> None:
+        """Take in one value.
+
+        `weight` is for means: the tokens or sequences behind `value`. A value of weight 0 declares
+        the metric and adds nothing, even when it is nan (a rank with nothing to train). Raises
+        ValueError for an unknown reduction, and for one that differs from the name's earlier one.
+        """
+        number, weight = float(value), float(weight)
+        if reduce not in COMBINE:
+            raise ValueError(f"metric {name!r}: reduce={reduce!r}; use one of {', '.join(COMBINE)}")
+        if reduce != "mean" and weight != 1:
+            raise ValueError(f"metric {name!r}: weight={weight:g} has no meaning for {reduce!r}")
+        if weight < 0:
+            raise ValueError(f"metric {name!r}: weight={weight:g}; a count is 0 or more")
+        if reduce == "mean":
+            number = number * weight if weight else 0.0
+        self._combine(name, reduce, number, weight)
+
+    def update(
+        self,
+        values: Mapping[str, SupportsFloat],
+        *,
+        reduce: Reduce,
+        weight: SupportsFloat = 1.0,
+    ) -> None:
+        """`add` each of `values`."""
+        for name, value in values.items():
+            self.add(name, value, reduce=reduce, weight=weight)
+
+    def add_stats(self, name: str, values: Iterable[SupportsFloat]) -> None:
+        """Add `name/mean`, `name/max` and `name/min` of `values`, each counting the same."""
+        for value in values:
+            for statistic in STATISTICS:
+                self.add(f"{name}/{statistic}", value, reduce=statistic)
+
+    def merge(self, other: "Metrics") -> None:
+        """Take in what another micro-batch or rank collected; for `last`, `other` is the later."""
+        for name, (reduce, value, weight) in other._entries.items():
+            self._combine(name, reduce, value, weight)
+
+    def state(self) -> dict[str, list[Any]]:
+        """`{name: [reduction, value, weight]}`; the value of a mean is the weighted sum."""
+        return {name: list(entry) for name, entry in self._entries.items()}
+
+    @classmethod
+    def from_states(cls, states: Iterable[Mapping[str, Sequence[Any]]]) -> "Metrics":
+        """What `state()` returned on each rank, merged in the order given."""
+        merged = cls()
+        for state in states:
+            for name, (reduce, value, weight) in state.items():
+                merged._combine(name, reduce, value, weight)
+        return merged
+
+    def result(self) -> dict[str, float]:
+        """The reduced values; a mean whose weights sum to 0 does not exist and is left out."""
+        return {
+            name: value / weight if reduce == "mean" else value
+            for name, (reduce, value, weight) in self._entries.items()
+            if weight
+        }
+
+    def _combine(self, name: str, reduce: Reduce, value: float, weight: float) -> None:
+        known, old, old_weight = self._entries.get(name, (reduce, None, 0.0))
+        if known != reduce:
+            raise ValueError(f"metric {name!r} is reduced by {known!r} and now by {reduce!r}")
+        combined = value if old is None else COMBINE[reduce](old, value)
+        self._entries[name] = (reduce, combined, old_weight + weight)
+
+
+@contextmanager
+def timer(metrics: Metrics, name: str) -> Iterator[None]:
+    """Add the seconds spent inside as `timing_s/<name>`.
+
+    Entered again with the same `metrics`, the seconds add up; over ranks the slowest counts,
+    because the others wait for it.
+    """
+    key = f"timing_s/{name}"
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        earlier = metrics.result().get(key, 0.0)
+        metrics.add(key, earlier + time.perf_counter() - start, reduce="max")
+
+
+def trajectory_metrics(
+    trajectories: Sequence[Trajectory],
+    *,
+    response_length: int,
+    max_prompt_length: int,
+    rewards: Sequence[float] | None = None,
+) -> Metrics:
+    """What the rollout of a step looks like, under verl's names where the quantity is the same.
+
+    `response_length` and `max_prompt_length` are the limits in tokens, for the clip ratios.
+    `critic/score` is `Trajectory.reward`, where there is one; `critic/rewards` is `rewards`, one
+    per trajectory: what the estimator saw, after tool rewards and KL penalty (None = the score).
+    `num_turns` counts turns of the policy. `critic/groups/no_signal` is the share of groups whose
+    rewards are all equal. Every figure in `Trajectory.metrics` becomes
+    `trajectory/<figure>/{mean,max,min}`.
+    """
+    metrics = Metrics()
+    scores = [t.reward for t in trajectories if t.reward is not None]
+    metrics.add_stats("critic/score", scores)
+    metrics.add_stats("critic/rewards", scores if rewards is None else rewards)
+    lengths = [len(t.response_ids) for t in trajectories]
+    prompt_lengths = [len(t.prompt_ids) for t in trajectories]
+    metrics.add_stats("response_length", lengths)
+    metrics.add_stats("prompt_length", prompt_lengths)
+    for n in lengths:
+        metrics.add("response_length/clip_ratio", n >= response_length, reduce="mean")
+    for n in prompt_lengths:
+        metrics.add("prompt_length/clip_ratio", n >= max_prompt_length, reduce="mean")
+    metrics.add_stats("num_turns", [t.num_turns for t in trajectories])
+    metrics.add("perf/total_num_tokens", sum(lengths) + sum(prompt_lengths), reduce="sum")
+    _add_agent_loop(metrics, trajectories)
+    _add_rewards(metrics, trajectories)
+    return metrics
+
+
+def _add_agent_loop(metrics: Metrics, trajectories: Sequence[Trajectory]) -> None:
+    statuses = get_args(get_type_hints(ToolCallRecord)["status"])
+    for trajectory in trajectories:
+        metrics.add("agent_loop/tool_calls/mean", len(trajectory.tool_calls), reduce="mean")
+        for call in trajectory.tool_calls:
+            for status in statuses:
+                name = f"agent_loop/tool_calls/{status}"
+                metrics.add(name, call.status == status, reduce="mean")
+        for reason in get_args(Termination):
+            name = f"agent_loop/termination/{reason}"
+            metrics.add(name, trajectory.termination == reason, reduce="mean")
+        for figure, value in trajectory.metrics.items():
+            metrics.add_stats(f"trajectory/{figure}", [value])
+    failures = sum(t.termination == "error" for t in trajectories)
+    metrics.add("agent_loop/failures", failures, reduce="sum")
+
+
+def _add_rewards(metrics: Metrics, trajectories: Sequence[Trajectory]) -> None:
+    groups: dict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        if trajectory.reward is not None:
+            groups[trajectory.uid].append(trajectory.reward)
+        for name, value in trajectory.reward_breakdown.items():
+            metrics.add(f"reward/{name}/mean", value, reduce="mean")
+    for group in groups.values():
+        if len(group) > 1:  # a group of one has no baseline whatever its reward
+            metrics.add("critic/groups/no_signal", len(set(group)) == 1, reduce="mean")

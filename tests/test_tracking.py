@@ -1,0 +1,204 @@
+import importlib.util
+import json
+import logging
+import math
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from minirl.config import ConfigError
+from minirl.tracking import (
+    TRACKERS,
+    Tracking,
+    TrajectoryWriter,
+    _mlflow_name,
+    read_metrics,
+    to_json,
+)
+from minirl.types import TokenOutput, ToolCallRecord, Trajectory
+
+CONFIG = {"trainer": {"seed": 0}}
+
+
+def strict_loads(text: str):
+    def refuse(constant: str):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def log_steps(run_dir, steps, names=("jsonl",), resumed_at=None) -> None:
+    with Tracking(names, run_dir, CONFIG, resumed_at=resumed_at) as tracking:
+        for step in steps:
+            tracking.log(step, {"loss": step + (0.5 if resumed_at else 0.0)})
+
+
+def test_jsonl_is_on_disk_after_each_step(tmp_path) -> None:
+    with Tracking(["jsonl"], tmp_path / "new", CONFIG) as tracking:
+        tracking.log(0, {"val-core/x/acc/mean@1": 0.25})
+        tracking.log(1, {"loss": 2.0})
+        rows = [strict_loads(s) for s in (tmp_path / "new/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1]
+    assert rows[1]["loss"] == 2.0
+    assert 0 <= rows[0]["seconds"] <= rows[1]["seconds"]
+
+
+def test_non_finite_numbers_are_strict_json_and_come_back(tmp_path) -> None:
+    with Tracking(["jsonl"], tmp_path, CONFIG) as tracking:
+        tracking.log(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": np.float32(0.5)})
+    row = strict_loads((tmp_path / "metrics.jsonl").read_text())
+    assert (row["a"], row["b"], row["c"], row["d"]) == ("NaN", "Infinity", "-Infinity", 0.5)
+    (back,) = read_metrics(tmp_path)
+    assert math.isnan(back["a"]) and (back["b"], back["c"]) == (math.inf, -math.inf)
+
+
+def test_resume_drops_later_steps_and_time_goes_on(tmp_path) -> None:
+    log_steps(tmp_path, range(5))
+    rows = [row | {"seconds": 100.0 * row["step"]} for row in read_metrics(tmp_path)]
+    (tmp_path / "metrics.jsonl").write_text("".join(to_json(row) + "\n" for row in rows))
+    log_steps(tmp_path, [3, 4, 5], resumed_at=2)
+    rows = read_metrics(tmp_path)
+    assert [(r["step"], r["loss"]) for r in rows] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (3, 3.5),
+        (4, 4.5),
+        (5, 5.5),
+    ]
+    assert 200 <= rows[3]["seconds"] < 300
+
+
+def test_resume_after_a_line_was_cut_off(tmp_path) -> None:
+    log_steps(tmp_path, range(3))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "los')
+    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2]
+    log_steps(tmp_path, [3], resumed_at=2)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_a_broken_line_is_named(tmp_path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\noops\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not JSON"):
+        read_metrics(tmp_path)
+
+
+def test_a_new_run_keeps_the_old_file(tmp_path) -> None:
+    for steps in ([1, 2, 3], [1, 2], [1]):
+        log_steps(tmp_path, steps)
+    counts = {f.name: len(f.read_text().splitlines()) for f in tmp_path.glob("metrics*")}
+    assert counts == {"metrics.1.jsonl": 3, "metrics.2.jsonl": 2, "metrics.jsonl": 1}
+
+
+def test_a_step_is_logged_once(tmp_path) -> None:
+    with Tracking(["jsonl"], tmp_path, CONFIG, resumed_at=4) as tracking:
+        with pytest.raises(ValueError, match="step 4 after step 4"):
+            tracking.log(4, {})
+        tracking.log(5, {})
+
+
+def test_tensorboard_holds_each_step_once_after_a_resumption(tmp_path) -> None:
+    log_steps(tmp_path, range(1, 5), ["tensorboard"])
+    log_steps(tmp_path, [3, 4], ["tensorboard"], resumed_at=2)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    scalars = [(e.step, e.value) for e in events.Scalars("loss")]
+    assert scalars == [(1, 1.0), (2, 2.0), (3, 3.5), (4, 4.5)]
+
+
+def test_console_is_one_log_line(tmp_path, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    with Tracking(["console"], tmp_path, CONFIG) as tracking:
+        tracking.log(3, {"loss": 0.123456, "timing_s/gen": 12.0})
+    assert caplog.messages == ["step:3 - loss:0.1235 - timing_s/gen:12"]
+
+
+def test_unknown_tracker_names_the_nearest(tmp_path) -> None:
+    with pytest.raises(
+        ValueError, match="unknown tracker 'tensorbord'; did you mean 'tensorboard'"
+    ):
+        Tracking(["tensorbord"], tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
+def test_a_tracker_that_is_not_installed_says_what_to_type(tmp_path, name) -> None:
+    if importlib.util.find_spec(name):
+        pytest.skip(f"{name} is installed")
+    with pytest.raises(ConfigError, match=f"trainer.logger: got '{name}'.*pip install {name}"):
+        Tracking([name], tmp_path, CONFIG).__enter__()
+
+
+def test_trackers_are_closed_when_a_later_one_does_not_open(tmp_path) -> None:
+    closed = []
+
+    class Recording:
+        def __init__(self, run_dir, config, resumed_at) -> None: ...
+        def log(self, step, metrics) -> None: ...
+        def close(self) -> None:
+            closed.append(self)
+
+    class Failing(Recording):
+        def __init__(self, run_dir, config, resumed_at) -> None:
+            raise RuntimeError("no connection")
+
+    tracking = Tracking([], tmp_path, CONFIG)
+    tracking._factories = [Recording, Failing]
+    with pytest.raises(RuntimeError, match="no connection"):
+        tracking.__enter__()
+    assert len(closed) == 1
+
+
+def test_registered_trackers() -> None:
+    assert list(TRACKERS) == ["console", "jsonl", "mlflow", "swanlab", "tensorboard", "wandb"]
+
+
+def make_trajectory(reward: float) -> Trajectory:
+    call = ToolCallRecord(turn=0, name="add", arguments='{"a": 1}', result="3", status="ok")
+    trajectory = Trajectory(
+        prompt_ids=[104, 105], uid="p0", reward=reward, termination="stop", tool_calls=[call]
+    )
+    sampled = TokenOutput(token_ids=[65, 66], logprobs=[-0.5, -math.inf], finish_reason="stop")
+    trajectory.append_sampled(sampled)
+    trajectory.append_observation([67])
+    trajectory.ground_truth = np.array([72])
+    return trajectory
+
+
+def decode(ids: list[int]) -> str:
+    return bytes(ids).decode()
+
+
+def test_trajectories_as_strict_json(tmp_path) -> None:
+    path = TrajectoryWriter(tmp_path).write(12, "train", [make_trajectory(1.0)], decode)
+    assert path == tmp_path / "trajectories/step_000012.jsonl"
+    (row,) = [strict_loads(line) for line in path.read_text().splitlines()]
+    assert (row["step"], row["split"], row["uid"], row["reward"]) == (12, "train", "p0", 1.0)
+    assert (row["prompt"], row["response"], row["termination"]) == ("hi", "ABC", "stop")
+    assert (row["response_ids"], row["response_mask"]) == ([65, 66, 67], [1, 1, 0])
+    assert row["response_logprobs"] == [-0.5, "-Infinity", 0.0]
+    assert row["tool_calls"][0]["arguments"] == '{"a": 1}'
+    assert row["ground_truth"] == [72]
+
+
+def test_splits_share_a_file_and_a_step_run_again_replaces_its_own(tmp_path) -> None:
+    writer = TrajectoryWriter(tmp_path)
+    writer.write(1, "train", [make_trajectory(0.0), make_trajectory(0.1)], decode)
+    writer.write(1, "val", [make_trajectory(0.2)], decode)
+    path = writer.write(1, "train", [make_trajectory(0.3)], decode)
+    rows = [strict_loads(line) for line in path.read_text().splitlines()]
+    assert [(row["split"], row["reward"]) for row in rows] == [("val", 0.2), ("train", 0.3)]
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path) -> None:
+    writer = TrajectoryWriter(tmp_path)
+    path = writer.write(1, "val", [make_trajectory(0.2)], decode)
+    before = path.read_text()
+    with pytest.raises(UnicodeDecodeError):
+        writer.write(1, "train", [Trajectory(prompt_ids=[255])], decode)
+    assert path.read_text() == before
+
+
+def test_mlflow_gets_names_that_it_takes() -> None:
+    name = _mlflow_name("val-core/openai/gsm8k+x/acc/mean@8")
+    assert name == "val-core/openai/gsm8k_x/acc/mean_at_8"
