@@ -1,4 +1,4 @@
-"""The whole configuration: dataclasses are the schema, YAML files merge left to right, `key=value` last.
+"""The whole configuration: dataclasses are the schema; YAML files merge left to right, then `key=value`.
 
 Leaf names are verl's where the knob is the same. A feature that is off is a section that is null.
 """
@@ -121,7 +121,7 @@ class ActorConfig:
         "seq-mean-token-mean",
         "seq-mean-token-sum-norm",
     ] = "token-mean"
-    """How per-token losses become one number; denominators are global over ranks and micro-batches."""
+    """How per-token losses become one number; denominators count all ranks and micro-batches."""
     loss_scale_factor: float | None = None
     """Divisor of `seq-mean-token-sum-norm`; null = rollout.response_length."""
     clip_ratio: float = 0.2
@@ -359,7 +359,7 @@ class RewardConfig:
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the reward function, e.g. `format_score`."""
     tool_reward: Literal["turn", "outcome", "log"] = "turn"
-    """Where rewards that tools return go: on the turn's last token, into the outcome, or nowhere."""
+    """Where rewards of tools go: on the last token of the turn, into the outcome, or nowhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,8 +388,8 @@ class TrainerConfig:
     """Older checkpoints are deleted; null keeps all."""
     resume_mode: Literal["auto", "disable"] = "auto"
     """auto = go on from the latest checkpoint in the run directory, if there is one."""
-    logger: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
-    """Trackers, by registered name."""
+    logger: list[str] = field(default_factory=lambda: ["jsonl", "tensorboard"])
+    """Trackers, by registered name: jsonl, tensorboard, wandb, mlflow, swanlab, console."""
     collective_timeout_s: float = 1800.0
     """Seconds after which a rank that does not answer ends the run."""
 
@@ -427,9 +427,8 @@ class Config:
     def __post_init__(self) -> None:
         require(bool(self.model.path), "model.path", self.model.path, "name a model folder")
         if self.actor.use_kl_loss and self.ref is None:
-            raise ConfigError(
-                "ref: got null, but actor.use_kl_loss=true needs a reference policy; write `ref: {}`"
-            )
+            remedy = "actor.use_kl_loss=true needs a reference policy; write `ref: {}`"
+            raise ConfigError(f"ref: got null, but {remedy}")
         mini = self.mini_batch_size
         require(
             self.data.train_batch_size % mini == 0,

@@ -52,6 +52,12 @@ class Dist:
         return self.group * self.tensor_parallel_size
 
     @property
+    def group_devices(self) -> list[int]:
+        """CUDA devices of the group's ranks, which its engine shares with them."""
+        first = self.local_rank - self.rank + self.leader
+        return list(range(first, first + self.tensor_parallel_size))
+
+    @property
     def is_leader(self) -> bool:
         """True where the engine lives."""
         return self.rank == self.leader
@@ -77,6 +83,21 @@ class Dist:
         """Sum over ranks, in place, of a CPU tensor."""
         dist.all_reduce(tensor)
         return tensor
+
+    def broadcast_text(self, text: str) -> str:
+        """Rank 0's text on every rank."""
+        return self.gather_bytes(text.encode())[0].decode()
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank."""
+        sizes = [int(size) for (size,) in self.gather_floats([len(data)])]
+        mine = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[
+            : len(data)
+        ]
+        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(parts, mine)
+        return [bytes(part[:size].tolist()) for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast_batch(self, batch: MicroBatch | None) -> MicroBatch:
         """Rank 0's batch (CPU tensors) on every rank; the others pass None.
@@ -126,7 +147,7 @@ def distributed(config: Config) -> Iterator[Dist]:
     if cuda:
         torch.cuda.set_device(world.device)
     dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if cuda else "cpu:gloo",
+        backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
         # A world of one needs no port: two runs on one machine cannot meet.
         store=None if "RANK" in os.environ else dist.HashStore(),
         rank=world.rank,

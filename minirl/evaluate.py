@@ -18,7 +18,6 @@ from minirl.config import Config
 from minirl.launch import run_command
 from minirl.run import Run, open_run
 from minirl.tracking import TrajectoryWriter
-from minirl.trainer.checkpoint import Checkpoints
 from minirl.types import Trajectory
 from minirl.validation import ValResult, validation_metrics
 
@@ -43,11 +42,8 @@ async def evaluate(run: Run) -> None:
     trainer = run.config.trainer
     step = 0
     if trainer.resume_mode == "auto":
-        checkpoints = Checkpoints(trainer.run_dir, run.world, trainer.max_ckpt_to_keep)
-        latest = await run.on_trainer(checkpoints.latest)
-        if latest is not None:
-            await run.on_trainer(checkpoints.load, latest, run.policy)
-            step = latest
+        state = await run.on_trainer(run.policy.load_latest, trainer.run_dir)
+        step = state["step"] if state else 0
     await run.sync(run.policy.weights, step)
     if run.inputs:
         metrics, trajectories = await validate(run, step)

@@ -5,12 +5,12 @@
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,8 +22,6 @@ from minirl.config import Config, ConfigError, load_config
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-logger = logging.getLogger(__name__)
 
 
 class StoppedBySignal(Exception):
@@ -47,36 +45,42 @@ class TrainerThread:
 
 
 class SocketFolder:
-    """A folder that only the user can open, for sockets; rank 0 makes it and takes it away."""
+    """A folder that only the user can open, for the sockets of a run; rank 0 makes and removes it.
 
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="minirl-"))  # mode 0700
-
-    def remove(self) -> None:
-        """Take it away with all that is in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
-
-
-class Reason:
-    """Who tells why the run ended: the first rank that fails; the others follow from it.
-
-    The ranks agree through a file in the socket folder, which exists once.
+    A file in it, which can be made once, decides who tells why the run ended: the first rank that
+    fails. The others fail because of it.
     """
 
-    folder: Path | None = None
+    path: Path | None = None
+    owned = False
 
-    def claim(self) -> bool:
+    def make(self) -> str:
+        """Make the folder, on rank 0; its path, for the others to `join`."""
+        self.path, self.owned = Path(tempfile.mkdtemp(prefix="minirl-")), True  # mode 0700
+        return str(self.path)
+
+    def join(self, path: str) -> None:
+        """Use the folder that rank 0 made."""
+        self.path = Path(path)
+
+    def is_first_to_fail(self) -> bool:
         """True for the first caller of all ranks."""
-        if self.folder is None:
+        if self.path is None:
             return int(os.environ.get("RANK", 0)) == 0
         try:
-            (self.folder / "reason").touch(exist_ok=False)
-        except (FileExistsError, FileNotFoundError):  # told already, or rank 0 is gone
+            (self.path / "reason").touch(exist_ok=False)
+        except (FileExistsError, FileNotFoundError):  # told already, or rank 0 has left
             return False
         return True
 
+    def remove(self) -> None:
+        """Take it away with all that is in it."""
+        if self.path is not None and self.owned:
+            shutil.rmtree(self.path, ignore_errors=True)
 
-REASON = Reason()
+
+SOCKETS = SocketFolder()
+"""Of this process's run."""
 
 
 def run_command(
@@ -86,12 +90,12 @@ def run_command(
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage)
         sys.exit(0 if arguments else 2)
-    rank = int(os.environ.get("RANK", 0))
     try:
         config = load_config(arguments)
         uvloop.run(_until_signal(main(config)))
     except BaseException as error:
-        _exit(_first_cause(error), rank)
+        _fail(_first_cause(error))
+    SOCKETS.remove()
     sys.exit(0)
 
 
@@ -121,19 +125,24 @@ def _first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _exit(error: BaseException, rank: int) -> NoReturn:
-    """Say why, once for all ranks, and end at once: a trainer thread may still wait for a dead rank."""
-    status = {ConfigError: 2, StoppedBySignal: getattr(error, "exit_status", 1)}.get(type(error), 1)
-    logger.debug("rank %d ends", rank, exc_info=error)
-    if REASON.claim():
-        if isinstance(error, ConfigError):
-            print(f"minirl: {error}", file=sys.stderr)
-        elif isinstance(error, StoppedBySignal):
-            print(f"minirl: {error}", file=sys.stderr)
-        else:
-            trace = "".join(traceback.format_exception(error))
-            logger.error("rank %d failed:\n%s", rank, trace)
-            print(f"minirl: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
+def _fail(error: BaseException) -> NoReturn:
+    """Say why, once for all ranks, and end at once.
+
+    Not by sys.exit: that waits for the trainer thread, which may wait for a rank that is dead. Engine
+    processes that were still starting are killed; their workers follow them.
+    """
+    status, words = 1, f"{type(error).__name__}: {error}"
+    if isinstance(error, ConfigError):
+        status, words = 2, str(error)
+    elif isinstance(error, StoppedBySignal):
+        status, words = error.exit_status, str(error)
+    elif "RANK" in os.environ:
+        words = f"rank {os.environ['RANK']}: {words}"
+    if SOCKETS.is_first_to_fail():
+        print(f"minirl: {words}", file=sys.stderr)
+    for child in multiprocessing.active_children():
+        child.kill()
+    SOCKETS.remove()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -16,8 +16,8 @@ class Registry(Generic[F]):
     >>> losses = Registry("policy loss")
     >>> @losses.register("vanilla")
     ... def vanilla(inputs, *, clip_ratio: float = 0.2): ...
-    >>> losses.build("vanilla", {"clip_ratio": 0.3})    # a partial
-    >>> losses.find("my_package.losses:mine")           # anything importable works where a name does
+    >>> losses.build("vanilla", {"clip_ratio": 0.3})  # a partial
+    >>> losses.find("my_package.losses:mine")  # whatever can be imported works where a name does
     """
 
     def __init__(self, kind: str) -> None:
@@ -63,7 +63,7 @@ def option_names(entry: Callable[..., Any]) -> set[str]:
 
 
 def locate(path: str, kind: str = "object") -> Any:
-    """Import `package.module:attribute` (or `package.module.attribute`); ValueError says what is missing."""
+    """Import `package.module:attribute` (or with a dot); ValueError says what is missing."""
     module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     try:
         module = importlib.import_module(module_name)

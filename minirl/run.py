@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers.utils.logging import disable_progress_bar
+
 from minirl.agent_loop import AgentLoopContext
 from minirl.config import Config, to_yaml
 from minirl.distributed import Dist, distributed
 from minirl.inputs import Inputs, read_inputs
-from minirl.launch import REASON, SocketFolder, TrainerThread
+from minirl.launch import SOCKETS, TrainerThread
 from minirl.rollout.client import AsyncLLMServerManager
 from minirl.rollout.manager import AgentLoopManager
 from minirl.rollout.server import SERVERS, AsyncServerBase, ServerClient, ServerService
@@ -42,14 +44,15 @@ class Run:
 async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Run]:
     """Check the inputs, join the world, start engine and trainer side by side; close all at the end."""
     is_main = int(os.environ.get("RANK", 0)) == 0
+    disable_progress_bar()
     inputs = read_inputs(config, training=training) if is_main else None
     on_trainer = TrainerThread()
     async with AsyncExitStack() as stack:
         world = stack.enter_context(distributed(config))
         log_file = config.trainer.run_dir / "logs" / f"rank_{world.rank}.log"
         stack.enter_context(_logging(log_file))
-        folder = Path(await on_trainer(_share_folder, world, stack))
-        addresses = [f"ipc://{folder}/engine_{group}" for group in range(world.num_groups)]
+        SOCKETS.join(await on_trainer(world.broadcast_text, SOCKETS.make() if is_main else ""))
+        addresses = [f"ipc://{SOCKETS.path}/engine_{group}" for group in range(world.num_groups)]
         async with asyncio.TaskGroup() as starting:
             loading = starting.create_task(on_trainer(_load, config, world))
             server = await _start_engine(config, world, stack) if world.is_leader else None
@@ -72,16 +75,6 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
         )
 
 
-def _share_folder(world: Dist, stack: AsyncExitStack) -> str:
-    """Rank 0 makes the folder of the sockets; every rank learns its path."""
-    folder = SocketFolder() if world.is_main else None
-    if folder:
-        stack.callback(folder.remove)
-    path = world.broadcast_text(str(folder.path) if folder else "")
-    REASON.folder = Path(path)
-    return path
-
-
 def _load(config: Config, world: Dist) -> tuple[PolicyTrainer, ReferencePolicy | None]:
     policy = PolicyTrainer(config, world)
     return policy, ReferencePolicy(config, world) if config.ref else None
@@ -93,6 +86,7 @@ async def _start_engine(config: Config, world: Dist, stack: AsyncExitStack) -> A
     cores = len(os.sched_getaffinity(0))
     server = SERVERS.find(config.rollout.name)(
         config,
+        log_file=config.trainer.run_dir / "logs" / f"engine_{world.group}.log",
         device_ids=None if world.device.type == "cpu" else world.group_devices,
         num_threads=max(1, cores // world.world_size) if size == 1 else 1,
     )
@@ -143,21 +137,18 @@ async def _watch(server: AsyncServerBase) -> None:
 
 @contextmanager
 def _logging(path: Path) -> Iterator[None]:
-    """Send this rank's log records to its file."""
+    """Send this rank's log records to its file, and the traceback of what ends the run."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger("minirl")
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
+    log = logging.getLogger("minirl")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
     try:
         yield
+    except BaseException:
+        log.exception("the run ended early")
+        raise
     finally:
-        root.removeHandler(handler)
+        log.removeHandler(handler)
         handler.close()
-
-
-def write_config(config: Config) -> None:
-    """Leave the resolved config in the run directory."""
-    config.trainer.run_dir.mkdir(parents=True, exist_ok=True)
-    (config.trainer.run_dir / "config.yaml").write_text(to_yaml(config))

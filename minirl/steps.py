@@ -21,7 +21,7 @@ from minirl.rewards import token_rewards
 from minirl.rollout.manager import groups_for_training
 from minirl.run import Run
 from minirl.tracking import Tracking, TrajectoryWriter
-from minirl.trainer import checkpoint, packing
+from minirl.trainer import packing
 from minirl.trainer.policy import mismatch_metrics
 from minirl.types import Group, MicroBatch, Trajectory
 
@@ -163,8 +163,14 @@ class Steps:
 
     async def save(self) -> None:
         """Write a checkpoint: everything that the next step depends on."""
-        extra = {"data": self._loader.state_dict()} if self._run.inputs else {}
-        await self._run.on_trainer(self._checkpoints.save, self.number, self._run.policy, extra)
+        trainer = self._config.trainer
+        await self._run.on_trainer(
+            self._run.policy.save,
+            trainer.run_dir,
+            self.number,
+            {"data": self._loader.state_dict()} if self._run.inputs else {},
+            max_to_keep=trainer.max_ckpt_to_keep,
+        )
 
     async def finish(self) -> None:
         """Record the step."""
@@ -210,15 +216,17 @@ class Steps:
         return int(batches) * self._config.trainer.total_epochs
 
     def _load_checkpoint(self) -> int | None:
+        """Go on from the latest checkpoint, if there is one; its step, or None."""
         trainer = self._config.trainer
-        self._checkpoints = Checkpoints(trainer.run_dir, self._run.world, trainer.max_ckpt_to_keep)
-        step = self._checkpoints.latest() if trainer.resume_mode == "auto" else None
-        if step is not None:
-            extra = self._checkpoints.load(step, self._run.policy)
-            self.number = step
-            if self._run.inputs:
-                self._loader.load_state_dict(extra["data"])
-        return step
+        if trainer.resume_mode == "disable":
+            return None
+        state = self._run.policy.load_latest(trainer.run_dir)
+        if state is None:
+            return None
+        self.number = state["step"]
+        if self._run.inputs:
+            self._loader.load_state_dict(state["data"])
+        return self.number
 
     def _open_trackers(self, resumed: int | None) -> None:
         trainer = self._config.trainer

@@ -146,9 +146,9 @@ class MicroBatch:
         sequence_ids  =  0  0  0  0  0  1  1  1
         response_mask =  0  0  m  m  m  0  m  m
 
-    Every per-token value (log-probability, advantage, ...) stands at the token it belongs to, that is,
-    at the token that was sampled and not at the position whose logits predicted it. The batch of a
-    whole step is one MicroBatch too; `select` cuts it.
+    Every per-token value (log-probability, advantage, ...) stands at the token it belongs to: the one
+    that was sampled, not the position whose logits predicted it. The batch of a whole step is one
+    MicroBatch too; `select` cuts it.
     """
 
     tokens: Tensor  # [T] int64
@@ -178,8 +178,9 @@ class MicroBatch:
 
     def select(self, sequences: list[int]) -> "MicroBatch":
         """The named sequences, in the given order, as a batch of their own."""
-        starts = torch.cumsum(self.lengths, 0) - self.lengths
-        spans = [torch.arange(starts[s], starts[s] + self.lengths[s]) for s in sequences]
+        ends = torch.cumsum(self.lengths, 0).tolist()
+        sizes = self.lengths.tolist()
+        spans = [torch.arange(ends[s] - sizes[s], ends[s]) for s in sequences]
         tokens = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
         rows = torch.tensor(sequences, dtype=torch.int64)
         picked: dict[str, Tensor] = {}
@@ -193,7 +194,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Every tensor on `device`."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         return MicroBatch(**{k: v if v is None else v.to(device) for k, v in values.items()})
 
 
@@ -205,7 +206,7 @@ PER_SEQUENCE = frozenset({"lengths", "prompt_lengths", "group_ids"})
 class AdvantageInputs:
     """What an advantage estimator sees: a whole step, one row per trajectory, response part only.
 
-    Rows are padded on the right to the longest response; padding has `response_mask` 0 and reward 0.
+    Rows are padded on the right to the longest response, with `response_mask` 0 and reward 0.
     """
 
     token_rewards: Tensor  # [B, T]

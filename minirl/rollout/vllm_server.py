@@ -1,11 +1,14 @@
 """vLLM's AsyncLLM as an AsyncServerBase: the engine core and its workers run as child processes."""
 
 import asyncio
+import logging
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Self
 
 from minirl.config import Config, ConfigError
@@ -18,6 +21,7 @@ from minirl.rollout.server import (
 )
 from minirl.types import TokenOutput
 
+SHUTDOWN_S = 3.0  # for the engine to end by itself; then it is killed
 SUPPORTED = ((0, 25), (0, 32))  # oldest and newest minor release of vLLM
 
 
@@ -42,15 +46,23 @@ class VLLMServer(AsyncServerBase):
     """One vLLM engine.
 
     `device_ids` are the CUDA devices that its workers use, as many as
-    `rollout.tensor_parallel_size`; None on a CPU, where `num_threads` cores are shared out to them.
+    `rollout.tensor_parallel_size`; None on a CPU, where each worker computes with `num_threads`.
+    What the engine and its processes print goes to `log_file`.
     """
 
     def __init__(
-        self, config: Config, *, device_ids: list[int] | None = None, num_threads: int = 1
+        self,
+        config: Config,
+        *,
+        log_file: Path,
+        device_ids: list[int] | None = None,
+        num_threads: int = 1,
     ) -> None:
         super().__init__(config)
+        self._log_file = log_file
         self._device_ids = device_ids
         self._num_threads = num_threads
+        self._asleep = False
         self._version = 0
         self._stats = ServerStats()
         self._busy_since = 0.0
@@ -62,10 +74,12 @@ class VLLMServer(AsyncServerBase):
     async def __aexit__(self, *exc: object) -> None:
         # Let go of it too: its finalizer does not work any more when the interpreter ends.
         engine = self.__dict__.pop("_engine")
-        await asyncio.to_thread(engine.shutdown, 0.0)
+        await asyncio.to_thread(engine.shutdown, SHUTDOWN_S)
 
     def _start(self) -> None:
-        with _environment(self._child_environment()):
+        self._log_file.parent.mkdir(parents=True, exist_ok=True)
+        _log_to_file("vllm", self._log_file)
+        with _environment(self._child_environment()), _children_print_to(self._log_file):
             from vllm.config import WeightTransferConfig
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -112,7 +126,7 @@ class VLLMServer(AsyncServerBase):
         )
 
     def _child_environment(self) -> dict[str, str]:
-        shared = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
+        shared = {"PYTHONWARNINGS": "ignore", "VLLM_CONFIGURE_LOGGING": "0"}
         if self._device_ids is None:
             return shared | {
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -192,11 +206,13 @@ class VLLMServer(AsyncServerBase):
         """See AsyncServerBase; vLLM's CPU build has nothing to free."""
         if self._device_ids is not None and self.config.rollout.free_cache_engine:
             await self._engine.sleep(level)
+            self._asleep = True
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """See AsyncServerBase."""
-        if self._device_ids is not None and self.config.rollout.free_cache_engine:
+        if self._asleep:
             await self._engine.wake_up(tags)
+            self._asleep = tags is not None and "kv_cache" not in tags  # it wakes last
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         """See AsyncServerBase; the fields are weight_transfer.MinirlInitInfo's."""
@@ -243,3 +259,34 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _log_to_file(name: str, path: Path) -> None:
+    """Send a library's log records of this process to `path`, and nowhere else."""
+    log = logging.getLogger(name)
+    log.propagate = False
+    if not log.handlers:
+        handler = logging.FileHandler(path)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        log.addHandler(handler)
+
+
+@contextmanager
+def _children_print_to(path: Path) -> Iterator[None]:
+    """Processes that are started inside inherit `path` as stdout and stderr; this one keeps its own."""
+    python_streams = sys.stdout, sys.stderr
+    for stream in python_streams:
+        stream.flush()
+    kept = os.dup(1), os.dup(2)
+    sys.stdout, sys.stderr = (os.fdopen(os.dup(fd), "w", buffering=1) for fd in kept)
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    try:
+        yield
+    finally:
+        for number, fd in enumerate(kept, 1):
+            os.dup2(fd, number)
+            os.close(fd)
+        sys.stdout, sys.stderr = python_streams

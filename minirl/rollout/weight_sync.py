@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from torch import Tensor
@@ -15,6 +15,15 @@ from minirl.rollout.weight_transfer import WeightBuffer, cuda_handle
 Bucket = list[tuple[str, Tensor]]
 OnTrainer = Callable[..., Awaitable[Any]]
 """`await on_trainer(function, *arguments)` runs it in the thread of the collectives."""
+
+
+class Weights(Protocol):
+    """The trainer's weights, a bucket of full tensors at a time; every rank iterates."""
+
+    num_bytes: int
+    """Of a buffer that holds any bucket, each tensor at a multiple of ALIGNMENT."""
+
+    def __iter__(self) -> Iterator[Bucket]: ...
 
 
 class SyncError(RuntimeError):
@@ -40,14 +49,14 @@ class WeightSync:
         self._buffer: WeightBuffer | None = None
         self.version = 0
 
-    async def __call__(self, buckets: Iterator[Bucket], num_bytes: int, version: int) -> None:
-        """Send the buckets (none larger than `num_bytes`) and make them count as `version`."""
+    async def __call__(self, weights: Weights, version: int) -> None:
+        """Send the buckets of `weights` and make them count as `version`."""
         server = self._server
-        buffer = self._buffer or await self._open(num_bytes)
+        buffer = self._buffer or await self._open(weights.num_bytes)
         if server:
             await server.wake_up(["weights"])
             await server.start_weight_update()
-        buckets = iter(buckets)
+        buckets = iter(weights)
         # The gather of the next bucket needs every rank, so none overwrites what is being loaded.
         while (bucket := await self._on_trainer(next, buckets, None)) is not None:
             info = await self._on_trainer(buffer.write, bucket)

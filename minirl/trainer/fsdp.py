@@ -1,5 +1,6 @@
 """Models: loading, sharding by FSDP2, and handing out the full weights."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from minirl.config import ConfigError, ModelConfig
 from minirl.distributed import Dist
 from minirl.trainer import attention
 
+PADDING = 64  # bytes per tensor
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 
@@ -184,6 +186,10 @@ class WeightBuckets:
     def __init__(self, model: nn.Module, max_bytes: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._plan = _plan_buckets(model, max_bytes // dtype.itemsize)
+        self.num_bytes = max(
+            sum(p.numel() * dtype.itemsize + PADDING for _, p in bucket) for bucket in self._plan
+        )
+        """Of a buffer that holds any bucket, with room to align each tensor."""
         self._buffers: dict[str, Tensor] = {}
 
     def __iter__(self) -> Iterator[list[tuple[str, Tensor]]]:
@@ -224,12 +230,21 @@ class WeightBuckets:
 
 
 def _plan_buckets(model: nn.Module, max_elements: int) -> list[list[tuple[str, nn.Parameter]]]:
+    """Whole decoder layers (and single parameters outside them) into buckets.
+
+    A layer stays together because an engine fuses its projections when it has all their parts.
+    """
+    units: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        layer = re.match(r".*?\.\d+\.", name)
+        units.setdefault(layer[0] if layer else name, []).append((name, parameter))
     buckets: list[list[tuple[str, nn.Parameter]]] = []
     room = 0
-    for name, parameter in model.named_parameters():
-        if not buckets or parameter.numel() > room:
+    for unit in units.values():
+        size = sum(parameter.numel() for _, parameter in unit)
+        if not buckets or size > room:
             buckets.append([])
             room = max_elements
-        buckets[-1].append((name, parameter))
-        room -= parameter.numel()
+        buckets[-1] += unit
+        room -= size
     return buckets

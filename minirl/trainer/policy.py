@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from minirl.algorithms import POLICY_LOSSES, aggregate, check_agg_mode, kl_estim
 from minirl.config import ActorConfig, Config, ConfigError, OptimConfig, require
 from minirl.distributed import Dist
 from minirl.registry import option_names
-from minirl.trainer import packing
+from minirl.trainer import checkpoint, packing
 from minirl.trainer.fsdp import WeightBuckets, check_model, compute_dtype, load_model
 from minirl.trainer.logprobs import token_logprobs
 from minirl.types import LossInputs, MicroBatch
@@ -48,6 +49,11 @@ class _LogprobModel:
         self.config = config
         self.world = world
         self.model = model
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return self.model.config.get_text_config().vocab_size
 
     @torch.no_grad()
     def compute_logprobs(self, batch: MicroBatch) -> Tensor:
@@ -143,6 +149,29 @@ class PolicyTrainer(_LogprobModel):
                 self._optimizer_step(batch.select(sequences), totals)
         self.num_steps += 1
         return totals.result(self.world) | {"actor/lr": rate}
+
+    def save(
+        self, run_dir: Path, step: int, extra: dict[str, Any], *, max_to_keep: int | None = None
+    ) -> None:
+        """Write a checkpoint of `step` with `extra`; every rank takes part."""
+        checkpoint.save(
+            run_dir / "checkpoints",
+            step,
+            self.model,
+            self.optimizer,
+            {"num_steps": self.num_steps, **extra},
+            self.world,
+            max_to_keep=max_to_keep,
+        )
+
+    def load_latest(self, run_dir: Path) -> dict[str, Any] | None:
+        """Go on from the newest checkpoint: its `step` and `extra`, or None when there is none."""
+        path = checkpoint.latest(run_dir / "checkpoints")
+        if path is None:
+            return None
+        state = checkpoint.load(path, self.model, self.optimizer, self.world)
+        self.num_steps = state["num_steps"]
+        return state
 
     def _optimizer_step(self, mini: MicroBatch, totals: "_Totals") -> None:
         trained = packing.trained_per_sequence(mini)
