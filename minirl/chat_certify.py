@@ -70,15 +70,18 @@ def _rehearse(chat: ChatBuilder, observations: list[Messages], tools: Tools) -> 
             )
 
 
+DATE_FORMATS = "%d %b", "%b %d", "%d %B", "%B %d", "%Y-%m-%d"
+
+
 def quirks(chat: ChatBuilder, tools: Tools) -> list[str]:
-    """What is unusual about a template and still works, in plain words."""
+    """What is unusual about a certified template and still works, in plain words."""
     found = []
     prompt = chat.render([user_message(MARK)])
     bare = chat.render([user_message(MARK)], generation=False)
     head = prompt[: prompt.index(MARK)]
     if len(head.split()) > 3:
         found.append(f"it writes a system prompt by itself: {head!r}")
-    if datetime.now().strftime("%Y") in head or datetime.now().strftime("%d %b") in head:
+    if any(datetime.now().strftime(form) in head for form in DATE_FORMATS):
         found.append("the prompt holds today's date: a run repeated tomorrow reads other prompts")
     if chat.render([user_message(f" {MARK} ")], generation=False).count(f" {MARK} ") == 0:
         found.append("it trims the content of messages")
@@ -100,7 +103,7 @@ def quirks(chat: ChatBuilder, tools: Tools) -> list[str]:
                 f"it drops the reasoning ({field}) of turns before the last user message; here the "
                 "tokens that the model sampled stay"
             )
-    return found + (_tool_quirks(chat, tools) if chat.knows_tool_role(tools) else [])
+    return found + (_tool_quirks(chat, tools) if tools else [])
 
 
 def _tool_quirks(chat: ChatBuilder, tools: Tools) -> list[str]:
@@ -156,14 +159,15 @@ def report(chat: ChatBuilder) -> tuple[str, bool]:
     verdicts = {"without tools": _verdict(chat, None), "with tools": _verdict(chat, [PROBE_TOOL])}
     user = [user_message("Hi")]
     lines += ["prompt of one user message:", _shown(chat, chat.prompt(user)), ""]
-    if verdicts["without tools"] is None:
-        lines += ["behind a turn, a user message:"]
-        lines += [_shown(chat, chat.observation([user_message("Go on")])), ""]
     if verdicts["with tools"] is None:
         results = [{**tool_message(i), "content": f"result {i}"} for i in range(2)]
         lines += ["behind a turn with two calls, their results:"]
         lines += [_shown(chat, chat.observation(results, [PROBE_TOOL])), ""]
-    lines += [f"note: {quirk}" for quirk in quirks(chat, [PROBE_TOOL])]
+    if verdicts["without tools"] is None:
+        lines += ["behind a turn, a user message:"]
+        lines += [_shown(chat, chat.observation([user_message("Go on")])), ""]
+        tools = [PROBE_TOOL] if verdicts["with tools"] is None else None
+        lines += [*(f"note: {quirk}" for quirk in quirks(chat, tools)), ""]
     for name, reason in verdicts.items():
         lines.append(f"{name}: " + ("ok" if reason is None else f"REFUSED, {reason}"))
     return "\n".join(lines), all(reason is None for reason in verdicts.values())

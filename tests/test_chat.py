@@ -185,7 +185,7 @@ def test_bos_is_written_once_and_the_date_can_be_fixed():
     ids = chat.prompt([user("Hi")])
     assert ids.count(chat.tokenizer.bos_token_id) == 1
     assert "Today: 1 May 2001" in chat.tokenizer.decode(ids)
-    assert not any("date" in quirk for quirk in quirks(chat, TOOLS) if "2001" not in quirk)
+    assert not any("today's date" in quirk for quirk in quirks(chat, TOOLS))
     assert any("today's date" in quirk for quirk in quirks(builder("llama31"), TOOLS))
 
 
@@ -404,6 +404,20 @@ def test_a_template_that_cannot_be_extended_is_refused_with_the_reason(why):
     assert "mark" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    "name, expected, absent",
+    [
+        ("hermes", ["share one block"], ["system prompt", "trims", "date", "reasoning"]),
+        ("qwen25", ["share one block", "system prompt by itself"], ["trims", "date"]),
+        ("llama31", ["one call per turn", "trims", "system prompt by itself"], ["share one block"]),
+    ],
+)
+def test_quirks(name, expected, absent):
+    found = " ".join(quirks(builder(name), TOOLS))
+    assert [words for words in expected if words not in found] == []
+    assert [words for words in absent if words in found] == []
+
+
 def test_a_template_that_moves_tools_serves_conversations_without_tools():
     with_template(REFUSED["puts tools before the last user message"][0]).certify()
 
@@ -485,6 +499,10 @@ def test_command_refuses(tmp_path, command):
     status, text = command(str(tmp_path), "--chat-template", str(template))
     assert status == 1
     assert "with tools: REFUSED, cannot extend by user messages: the text of earlier" in text
+    template.write_text(REFUSED["writes no content"][0])
+    status, text = command(str(tmp_path), "--chat-template", str(template))
+    assert status == 1
+    assert "without tools: REFUSED, cannot extend by user messages: the template leaves out" in text
 
 
 def test_command_with_bad_usage(tmp_path, command):
