@@ -117,10 +117,22 @@ class ChatBuilder:
         certify(self, tools)
 
     def render(self, messages: Messages, tools: Tools = None, *, generation: bool = True) -> str:
-        """The template's text for a conversation, with or without the generation prompt."""
+        """The template's text for a conversation, with or without the generation prompt.
+
+        Call arguments given as JSON text are shown to the template as objects, and as text only if
+        it fails on objects (DeepSeek V3.1 joins them as text).
+        """
+        if any(m.get("tool_calls") for m in messages):
+            with contextlib.suppress(ChatTemplateError):
+                return self._render(
+                    [_with_parsed_arguments(m) for m in messages], tools, generation
+                )
+        return self._render(messages, tools, generation)
+
+    def _render(self, messages: Messages, tools: Tools, generation: bool) -> str:
         try:
             return self.tokenizer.apply_chat_template(
-                [_with_parsed_arguments(m) for m in messages],
+                messages,
                 tools=tools,
                 chat_template=self.template if isinstance(self.template, str) else None,
                 add_generation_prompt=generation,
@@ -267,11 +279,12 @@ def has_tool_result(messages: Messages) -> bool:
 
 def dummy_turn(observation: Messages) -> dict[str, Any]:
     """An assistant turn that calls for this observation; the last that one reads in it is MARK."""
+    arguments = json.dumps({"value": MARK})
     calls = [
         {
             "id": m.get("tool_call_id") or f"call{i:05d}",
             "type": "function",
-            "function": {"name": m.get("name") or "tool", "arguments": {"value": MARK}},
+            "function": {"name": m.get("name") or "tool", "arguments": arguments},
         }
         for i, m in enumerate(m for m in observation if m["role"] == "tool")
     ]
@@ -280,7 +293,7 @@ def dummy_turn(observation: Messages) -> dict[str, Any]:
 
 
 def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """`message` with call arguments as objects, which templates want, and not as JSON text."""
+    """`message` with call arguments as objects and not as JSON text."""
     if not message.get("tool_calls"):
         return message
     calls = copy.deepcopy(message["tool_calls"])

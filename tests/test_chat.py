@@ -323,6 +323,23 @@ def test_a_turn_that_ends_otherwise_in_a_history():
     assert observation == "<|im_start|>user\ngo<|im_end|><|im_start|>assistant\n"
 
 
+def test_calls_closed_by_special_tokens_with_arguments_as_text():
+    """DeepSeek V3.1: no generation prompt behind a result either."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.name + ' ' + "
+        "c.function.arguments + '</tool_call>' }}{% endfor %}<|im_end|>{% elif m.role == 'tool' %}"
+        "<tool_response>{{ m.content }}</tool_response>{% else %}<|im_start|>{{ m.content }}<think>"
+        "{% endif %}{% endfor %}"
+    )
+    tokenizer = tokenizer_for("hermes", template=template, special=(*MARKUP, *CHATML))
+    chat = ChatBuilder(tokenizer)
+    chat.certify(TOOLS)
+    assert [tokenizer.decode([i]) for i in chat.stop_token_ids] == ["<|im_end|>"]
+    observation = tokenizer.decode(chat.observation([tool("1"), tool("2")], TOOLS))
+    assert observation == "".join(f"<tool_response>{i}</tool_response>" for i in (1, 2))
+
+
 def test_an_end_of_turn_that_swallows_the_newline_behind_it():
     """Phi-3: the end-of-turn token has rstrip, and the template ends with eos."""
     tokenizer = tokenizer_for(
@@ -431,6 +448,31 @@ def test_an_end_of_turn_that_the_tokenizer_cuts_up_is_refused():
     assert chat.prompt([user("Hi")])
 
 
+def test_an_end_of_turn_that_merges_with_a_word_behind_it_is_refused():
+    tokenizer = tokenizer_for("hermes", template=MINIMAL.replace("<|im_end|>\n", "<|im_end|>and "))
+    word = AddedToken("<|im_end|>", single_word=True, special=True, normalized=False)
+    tokenizer.backend_tokenizer.add_special_tokens([word])
+    with pytest.raises(ChatTemplateError, match=r"'<\|im_end\|>' merges with the text behind it"):
+        ChatBuilder(tokenizer).certify()
+
+
+class LooksAtTheBeginning(PreTrainedTokenizerFast):
+    """Cuts a text by how it begins."""
+
+    def encode(self, text, **kwargs):
+        joined = text.replace("\n", " ") if text.startswith("<|im_start|>") else text
+        return super().encode(joined, **kwargs)
+
+
+def test_a_tokenizer_that_looks_back_over_the_end_of_a_turn_is_refused():
+    plain = tokenizer_for("hermes")
+    tokenizer = LooksAtTheBeginning(
+        tokenizer_object=plain.backend_tokenizer, eos_token=plain.eos_token
+    )
+    with pytest.raises(ChatTemplateError, match="gets other tokens when it stands alone"):
+        ChatBuilder(tokenizer, chat_template=MINIMAL).certify()
+
+
 def test_templates_from_a_file_and_bad_ones(tmp_path):
     file = tmp_path / "minimal.jinja"
     file.write_text(MINIMAL)
@@ -451,18 +493,21 @@ def test_an_observation_is_what_others_say(messages):
         builder("hermes").observation(messages)
 
 
-def test_threads_get_the_same_tokens_while_the_tokenizer_pads_for_somebody_else():
-    tokenizer = tokenizer_for("qwen25")
-    tokenizer.pad_token = tokenizer.eos_token
-    chat = ChatBuilder(tokenizer)
+def test_threads_get_the_same_tokens():
+    chat = ChatBuilder(tokenizer_for("qwen25"))
     observations = [[tool(f"{i} " * (i % 7)), tool("é" * i)] for i in range(60)]
     expected = [builder("qwen25").observation(o, TOOLS) for o in observations]
     with ThreadPoolExecutor(8) as pool:
-        pads = pool.map(
-            lambda n: tokenizer(["a"] * 50, padding="max_length", max_length=n), range(2, 50)
-        )
         assert list(pool.map(lambda o: chat.observation(o, TOOLS), observations)) == expected
-        assert len(list(pads)) == 48
+
+
+def test_what_others_do_with_the_tokenizer_does_not_reach_the_builder():
+    tokenizer = tokenizer_for("qwen25", template=MINIMAL)
+    chat = ChatBuilder(tokenizer)
+    before = chat.observation([user("harmless")])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["harmless"]})
+    tokenizer.chat_template = "changed"
+    assert chat.observation([user("harmless")]) == before
 
 
 @pytest.fixture
