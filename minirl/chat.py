@@ -1,0 +1,316 @@
+"""Messages to tokens, turn by turn: what the model sampled is never decoded and encoded again.
+
+    prompt_ids = chat.prompt(messages)   # <|im_start|>user Hi<|im_end|> <|im_start|>assistant
+    A0 = sampled from prompt_ids         # <tool_call>...</tool_call><|im_end|>
+    O0 = chat.observation(results)       # <|im_start|>user <tool_response>... <|im_start|>assistant
+    A1 = sampled from prompt_ids+A0+O0   # 42<|im_end|>
+
+An observation is rendered behind a dummy conversation of one user message and one assistant turn;
+what the template writes behind the token that ends that turn is the text to append. This is right
+for templates that only ever append. `certify` proves that for a template before a run, and
+`python -m minirl.chat MODEL` does so by hand.
+
+Text in an observation that reads like a control token (a web page with `<|im_end|>` in it) stays
+text: it becomes ordinary tokens that decode to the same characters, so neither a tool nor a
+simulated user can end its turn or speak as somebody else. `prompt` encodes it as Hugging Face does,
+as the control token: the dataset is trusted, and a system prompt may well show a `<tool_call>`.
+"""
+
+import contextlib
+import copy
+import json
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Both survive what templates do to text (trim, tojson), and no tool can guess them.
+MARK = "mark" + secrets.token_hex(8)
+SPLIT = "split" + secrets.token_hex(8)
+
+Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]] | None
+
+
+class ChatTemplateError(ValueError):
+    """A chat template that cannot do what is asked of it; the message says why."""
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    """The token that closes an assistant turn, as text."""
+
+    last: str
+    """Where the turn is the last message: the model samples it, the engine stops at it."""
+    inner: str
+    """Where messages follow. The same token in nearly every template."""
+
+
+class ChatBuilder:
+    """Renders and encodes conversations of one tokenizer and chat template; thread-safe.
+
+    `chat_template` is Jinja text, a file that holds it, or None for the tokenizer's own;
+    `template_kwargs` are variables for it (`{"enable_thinking": False}`). The engine has to stop at
+    `stop_token_ids`: those that the template ends an assistant turn with, and the tokenizer's eos.
+
+    Raises ChatTemplateError when there is no template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        # A copy: whoever pads with the original switches its padding while a thread here encodes.
+        self.tokenizer = copy.deepcopy(tokenizer)
+        self.template = _load_template(chat_template, tokenizer.chat_template)
+        self.template_kwargs = dict(template_kwargs or {})
+        added = {text: i for text, i in self.tokenizer.get_added_vocab().items() if text.strip()}
+        self._added_ids = added
+        self._added = _any_of(added)
+        special = set(self.tokenizer.all_special_tokens)
+        special |= {t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special}
+        # One that is neither special nor known to the template is text (Gemma's `<table>`).
+        self._controls = _any_of(t for t in added if t in special or t in str(self.template))
+        self._turn_ends: dict[tuple[bool, bool], TurnEnd] = {}
+        self._single_call: dict[bool, bool] = {}
+        self.stop_token_ids = self._find_stop_token_ids()
+
+    def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
+        """Tokens of the conversation, then those that make the model begin its turn."""
+        return self.encode(self.render(messages, tools))
+
+    def observation(self, messages: Messages, tools: Tools = None) -> list[int]:
+        """Tokens to append after a sampled turn that ended with its end-of-turn token.
+
+        `messages` are all tool results of the turn at once, in the order of the calls, or user
+        messages, or both. A tool message has `content`, and `name` and `tool_call_id` where the
+        template writes them. The tokens begin with what the template puts behind the end-of-turn
+        token and end with the generation prompt. Control tokens in the contents stay text.
+        """
+        if not messages or any(m["role"] == "assistant" for m in messages):
+            raise ChatTemplateError(f"observation: got {messages!r}; give tool or user messages")
+        safe = [{k: v if k == "role" else self._defuse(v) for k, v in m.items()} for m in messages]
+        end = self.turn_end(has_tool_result(safe), tools).inner
+        return self.encode_behind(end, self.observation_text(safe, tools))
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text of a sampled turn for a tool parser: only the end-of-turn tokens are left out."""
+        kept = [i for i in token_ids if i not in self.stop_token_ids]
+        return self.tokenizer.decode(
+            kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def certify(self, tools: Tools = None) -> None:
+        """Raise ChatTemplateError with the reason if conversations cannot be extended turn by turn.
+
+        Rehearses conversations of several turns and compares what `observation` appends with the
+        whole rendered anew, as text and as tokens. A template without a tool role passes when
+        `tools` is None.
+        """
+        from minirl.chat_certify import certify
+
+        certify(self, tools)
+
+    def render(self, messages: Messages, tools: Tools = None, *, generation: bool = True) -> str:
+        """The template's text for a conversation, with or without the generation prompt.
+
+        Call arguments given as JSON text are shown to the template as objects, and as text only if
+        it fails on objects (DeepSeek V3.1 joins them as text).
+        """
+        if any(m.get("tool_calls") for m in messages):
+            with contextlib.suppress(ChatTemplateError):
+                return self._render(
+                    [_with_parsed_arguments(m) for m in messages], tools, generation
+                )
+        return self._render(messages, tools, generation)
+
+    def _render(self, messages: Messages, tools: Tools, generation: bool) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                chat_template=self.template if isinstance(self.template, str) else None,
+                add_generation_prompt=generation,
+                tokenize=False,
+                **self.template_kwargs,
+            )
+        except Exception as error:  # a template is a program of the user's: it may raise anything
+            roles = ", ".join(m["role"] for m in messages)
+            problem = f"the template fails on messages ({roles}): {type(error).__name__}: {error}"
+            raise ChatTemplateError(problem) from error
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of rendered text; the template itself writes a BOS where the model wants one."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def knows_tool_role(self, tools: Tools = None) -> bool:
+        """Whether the template accepts a tool call followed by its result."""
+        observation = [tool_message(0)]
+        try:
+            self.render([user_message("u"), dummy_turn(observation), *observation], tools)
+        except ChatTemplateError:
+            return False
+        return True
+
+    def observation_text(self, messages: Messages, tools: Tools) -> str:
+        turn = dummy_turn(messages)
+        if len(turn.get("tool_calls", [])) > 1 and self.is_single_call(tools):
+            turn["tool_calls"] = turn["tool_calls"][:1]
+        text = self.render([user_message("u"), turn, *messages], tools)
+        return text[self.end_of_last_turn(text, self.turn_end("tool_calls" in turn, tools)) :]
+
+    def end_of_last_turn(self, text: str, end: TurnEnd) -> int:
+        """Index just behind the token that ends the last dummy turn in `text`."""
+        return text.index(end.inner, text.rindex(MARK)) + len(end.inner)
+
+    def encode_behind(self, end: str, text: str) -> list[int]:
+        """Tokens of `text` where it follows the token `end`, which may swallow white space."""
+        first, *rest = (end + text).split(SPLIT)
+        ids = self.encode(first)
+        if ids[0] != self._added_ids[end]:
+            raise ChatTemplateError(f"{end!r} merges with the text behind it into {ids[:3]}")
+        return ids[1:] + [i for piece in rest for i in self.encode(piece)]
+
+    def _defuse(self, value: Any) -> Any:
+        """`value` with a SPLIT inside everything that reads as a control token."""
+        if isinstance(value, str):
+            return self._controls.sub(lambda m: m[0][0] + SPLIT + m[0][1:], value)
+        if isinstance(value, list):
+            return [self._defuse(v) for v in value]
+        if isinstance(value, dict):
+            return {k: self._defuse(v) for k, v in value.items()}
+        return value
+
+    def turn_end(self, has_calls: bool, tools: Tools) -> TurnEnd:
+        """How the template ends a turn with or without calls; found once per kind."""
+        key = has_calls, tools is not None
+        if key not in self._turn_ends:
+            self._turn_ends[key] = self._find_turn_end(has_calls, tools)
+        return self._turn_ends[key]
+
+    def _find_turn_end(self, has_calls: bool, tools: Tools) -> TurnEnd:
+        after = [tool_message(0)] if has_calls else [user_message("v")]
+        turn = [user_message("u"), dummy_turn(after)]
+        last = self._behind_mark(self.render(turn, tools, generation=False), "an assistant turn")
+        found = self._added.findall(last)
+        if not found:
+            raise ChatTemplateError(
+                f"an assistant turn ends with {last!r}, and no part of that is a special token of "
+                "the tokenizer, so it would merge with what follows; add that token as special"
+            )
+        whole = self.render([*turn, *after], tools)
+        inner = self._behind_mark(whole, "an assistant turn that is not the last")
+        if has_calls:  # the calls may be closed by special tokens of their own
+            plain = self.turn_end(False, tools)
+            end = plain if plain.last in found else TurnEnd(last=found[-1], inner=found[-1])
+        else:  # gpt-oss: <|return|>, which becomes <|end|> in a history
+            following = [found[0]] if found[0] in inner else self._added.findall(inner)
+            end = TurnEnd(last=found[0], inner="".join(following[:1]))
+        if not end.inner or end.inner not in inner:
+            raise ChatTemplateError(f"a turn ends with {end.last!r} only where it is the last")
+        return end
+
+    def _behind_mark(self, text: str, place: str) -> str:
+        if MARK not in text:
+            raise ChatTemplateError(f"the template leaves out the content of {place}")
+        return text[text.rindex(MARK) + len(MARK) :]
+
+    def _find_stop_token_ids(self) -> list[int]:
+        found = [self.tokenizer.eos_token_id]
+        for has_calls in (True, False):
+            try:
+                found.insert(0, self._added_ids[self.turn_end(has_calls, None).last])
+            except ChatTemplateError:
+                continue  # eos is enough for a single turn; `certify` says why there are no more
+        return list(dict.fromkeys(i for i in found if i is not None))
+
+    def is_single_call(self, tools: Tools) -> bool:
+        """Whether the template refuses an assistant turn with two calls (Llama 3.1's does).
+
+        The results of such a turn are then rendered behind a turn with one call.
+        """
+        key = tools is not None
+        if key not in self._single_call:
+            observation = [tool_message(0), tool_message(1)]
+            try:
+                self.render([user_message("u"), dummy_turn(observation), *observation], tools)
+                self._single_call[key] = False
+            except ChatTemplateError:
+                self._single_call[key] = self.knows_tool_role(tools)
+        return self._single_call[key]
+
+
+def _load_template(given: str | None, own: str | dict[str, str] | None) -> str | dict[str, str]:
+    if given is None:
+        if not own:
+            raise ChatTemplateError(
+                "the tokenizer has no chat template; name a file with one (model.chat_template)"
+            )
+        return own
+    if "{" in given:
+        return given
+    if not Path(given).is_file():
+        raise ChatTemplateError(f"chat template {given!r}: neither Jinja text nor a file")
+    return Path(given).read_text()
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def user_message(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def tool_message(index: int) -> dict[str, Any]:
+    call_id = f"call{index:05d}"
+    return {"role": "tool", "name": "tool", "tool_call_id": call_id, "content": f" {index}: x\n"}
+
+
+def has_tool_result(messages: Messages) -> bool:
+    return any(m["role"] == "tool" for m in messages)
+
+
+def dummy_turn(observation: Messages) -> dict[str, Any]:
+    """An assistant turn that calls for this observation; the last that one reads in it is MARK."""
+    arguments = json.dumps({"value": MARK})
+    calls = [
+        {
+            "id": m.get("tool_call_id") or f"call{i:05d}",
+            "type": "function",
+            "function": {"name": m.get("name") or "tool", "arguments": arguments},
+        }
+        for i, m in enumerate(m for m in observation if m["role"] == "tool")
+    ]
+    turn: dict[str, Any] = {"role": "assistant", "content": MARK}
+    return {**turn, "tool_calls": calls} if calls else turn
+
+
+def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """`message` with call arguments as objects and not as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = copy.deepcopy(message["tool_calls"])
+    for call in calls:
+        function = call.get("function", call)
+        # What the model wrote malformed stays as it is.
+        with contextlib.suppress(TypeError, json.JSONDecodeError):
+            function["arguments"] = json.loads(function.get("arguments"))
+    return {**message, "tool_calls": calls}
+
+
+def main() -> int:
+    """`python -m minirl.chat MODEL`: certify a tokenizer folder and show what a turn looks like."""
+    from minirl.chat_certify import main as command
+
+    return command()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
