@@ -69,10 +69,10 @@ class _LogprobModel:
         return self.world.sum_tensor(result)
 
     @torch.no_grad()
-    def score(self, token_ids: list[int], *, temperature: float = 1.0) -> Tensor:
-        """Log-probability [T] float32 (CPU) of every token of one sequence; 0 for the first.
+    def score(self, token_ids: list[int]) -> list[float]:
+        """Log-probability, at rollout.temperature, of every token of one sequence; 0 for the first.
 
-        Every rank takes part, with the same tokens, and gets the result.
+        Every rank takes part, with as many tokens as the others.
         """
         zeros = torch.zeros(len(token_ids))
         size, none = torch.tensor([len(token_ids)]), torch.zeros(1, dtype=torch.int64)
@@ -87,8 +87,9 @@ class _LogprobModel:
             prompt_lengths=none,
             group_ids=none,
         )
+        temperature = self.config.rollout.temperature
         logprobs, _ = token_logprobs(self.model, sequence.to(self.world.device), temperature)
-        return logprobs.cpu()
+        return logprobs.tolist()
 
     def _micro_batches(self, batch: MicroBatch) -> Iterator[tuple[list[int], MicroBatch]]:
         """This rank's micro-batches, on its device, and their sequences in `batch`.

@@ -1,0 +1,222 @@
+"""The real engine beside the real trainer: sampling, the service, and weight sync with its proof."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minirl.config import Config, load_config
+from minirl.distributed import distributed
+from minirl.launch import TrainerThread
+from minirl.rollout.client import AsyncLLMServerManager
+from minirl.rollout.server import RequestRefusedError, ServerClient, ServerService
+from minirl.rollout.vllm_server import VLLMServer
+from minirl.rollout.weight_sync import Bucket, SyncError, WeightSync
+from minirl.testing import tiny_model
+from minirl.trainer import packing
+from minirl.trainer.policy import PolicyTrainer, mismatch_metrics
+from minirl.types import MicroBatch, Trajectory
+
+pytestmark = pytest.mark.engine
+
+AGREEMENT = 1e-5  # nats, float32 on both sides
+
+
+@dataclass
+class Pair:
+    """An engine and a trainer of the same model."""
+
+    config: Config
+    server: VLLMServer
+    client: ServerClient
+    policy: PolicyTrainer
+    sync: WeightSync
+    on_trainer: TrainerThread
+    syncs: int = 0
+
+    async def sync_now(self, weights: Any = None) -> float:
+        self.syncs += 1
+        await self.sync(weights or self.policy.weights, self.syncs)
+        return await self.sync.check(self.policy.score, seed=self.syncs)
+
+    async def sample(self, number: int, **params: Any) -> list[Trajectory]:
+        router = AsyncLLMServerManager([self.client], max_sticky_sessions=99, sticky_imbalance=4)
+        given = {"temperature": self.config.rollout.temperature, "max_tokens": 24, **params}
+        prompts = [list(range(3 + i, 45 + 2 * i)) for i in range(number)]
+        outputs = await asyncio.gather(
+            *(
+                router.generate(str(i), prompt_ids=prompt, sampling_params={"seed": i, **given})
+                for i, prompt in enumerate(prompts)
+            )
+        )
+        trajectories = [Trajectory(prompt_ids=prompt) for prompt in prompts]
+        for trajectory, output in zip(trajectories, outputs, strict=True):
+            trajectory.append_sampled(output)
+        return trajectories
+
+    async def differences(self, **params: Any) -> tuple[MicroBatch, torch.Tensor]:
+        """A sampled batch, and |trainer - engine| in the log-probability of its sampled tokens."""
+        trajectories = await self.sample(12, **params)
+        rewards = [[0.0] * len(t.response_ids) for t in trajectories]
+        batch = packing.pack(trajectories, rewards, list(range(len(trajectories))))
+        batch.old_logprobs = await self.on_trainer(self.policy.compute_logprobs, batch)
+        sampled = batch.response_mask > 0
+        return batch, (batch.old_logprobs - batch.rollout_logprobs)[sampled].abs()
+
+    async def update(self, batch: MicroBatch) -> None:
+        generator = torch.Generator().manual_seed(self.syncs)
+        batch.advantages = torch.randn(batch.num_tokens, generator=generator) * batch.response_mask
+        await self.on_trainer(self.policy.update, batch)
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+async def pair(request: Any, tmp_path_factory: Any) -> AsyncIterator[Pair]:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    model = tiny_model(folder / "model", tied=request.param == "tied")
+    config = load_config(
+        [
+            *(f"model.path={model}", "model.dtype=float32", "rollout.enforce_eager=true"),
+            *("data.max_prompt_length=256", "rollout.response_length=256"),
+            *("rollout.cpu_kv_cache_gb=0.25", "rollout.sync_check.max_logprob_diff=1e-5"),
+            *("actor.optim.lr=0.01", "rollout.update_weights_bucket_megabytes=1"),
+        ]
+    )
+    async with AsyncExitStack() as stack:
+        world = stack.enter_context(distributed(config))
+        on_trainer = TrainerThread()
+        server = await stack.enter_async_context(
+            VLLMServer(config, log_file=folder / "engine.log", num_threads=2)
+        )
+        service = asyncio.create_task(ServerService(server, f"ipc://{folder}/engine").serve())
+        client = await stack.enter_async_context(ServerClient(f"ipc://{folder}/engine"))
+        policy = await on_trainer(PolicyTrainer, config, world)
+        sync = WeightSync(config, world, server, on_trainer, policy.vocab_size)
+        yield Pair(config, server, client, policy, sync, on_trainer)
+        service.cancel()
+        await sync.close()
+
+
+async def test_engine_and_trainer_agree_from_the_start_and_over_five_syncs(pair: Pair) -> None:
+    assert await pair.sync_now() <= AGREEMENT
+    batch, difference = await pair.differences()
+    assert len(difference) > 100 and difference.max() <= AGREEMENT
+    before = batch
+    for _ in range(5):
+        await pair.update(batch)
+        assert await pair.sync_now() <= AGREEMENT
+        batch, difference = await pair.differences()
+        assert difference.max() <= AGREEMENT
+    moved = await pair.on_trainer(pair.policy.compute_logprobs, before)
+    assert before.old_logprobs is not None
+    assert (moved - before.old_logprobs).abs().max() > 0.1  # the updates did change the policy
+
+
+class Without:
+    """The policy's weights less one tensor."""
+
+    def __init__(self, pair: Pair, name: str) -> None:
+        self.weights, self.name = pair.policy.weights, name
+        self.num_bytes = self.weights.num_bytes
+
+    def __iter__(self) -> Iterator[Bucket]:
+        for bucket in self.weights:
+            yield [(name, tensor) for name, tensor in bucket if name != self.name]
+
+
+async def test_a_tensor_that_is_not_sent_is_caught(pair: Pair) -> None:
+    await pair.sync_now()
+    batch, _ = await pair.differences()
+    await pair.update(batch)
+    for name in ("model.layers.0.mlp.down_proj.weight", "model.norm.weight"):
+        with pytest.raises(SyncError, match=r"max_logprob_diff=1e-05"):
+            await pair.sync_now(Without(pair, name))
+    assert await pair.sync_now() <= AGREEMENT
+
+
+async def test_a_prefix_cache_that_outlives_a_sync_is_caught(pair: Pair, monkeypatch: Any) -> None:
+    await pair.sync_now()
+    batch, _ = await pair.differences()
+    await pair.update(batch)
+
+    async def forget() -> bool:
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.server._engine, "reset_prefix_cache", forget)
+        with pytest.raises(SyncError):
+            await pair.sync_now()
+    assert await pair.sync_now() <= AGREEMENT
+
+
+async def test_a_wrong_temperature_is_caught_by_probe_and_metric(pair: Pair) -> None:
+    await pair.sync_now()
+    hot = replace(pair.config, rollout=replace(pair.config.rollout, temperature=1.3))
+    sync = WeightSync(hot, pair.policy.world, pair.server, pair.on_trainer, pair.policy.vocab_size)
+    with pytest.raises(SyncError):
+        await sync.check(pair.policy.score, seed=1)
+
+    def mean_difference(batch: MicroBatch) -> float:
+        assert batch.old_logprobs is not None
+        metrics = mismatch_metrics(batch.old_logprobs, batch.rollout_logprobs, batch.response_mask)
+        return metrics["training/rollout_probs_diff_mean"]
+
+    right, _ = await pair.differences()
+    wrong, _ = await pair.differences(temperature=1.3)
+    assert mean_difference(right) < 1e-6 < 1e-3 < mean_difference(wrong)
+
+
+async def test_versions_travel_with_the_tokens(pair: Pair) -> None:
+    await pair.sync_now()
+    [trajectory] = await pair.sample(1)
+    assert trajectory.weight_versions == [pair.syncs]
+    assert (await pair.client.stats()).weight_version == pair.syncs
+
+
+async def test_a_seed_fixes_the_sample_whatever_runs_beside_it(pair: Pair) -> None:
+    await pair.sync_now()
+    together = await pair.sample(12)
+    alone = await pair.sample(1)
+    assert alone[0].response_ids == together[0].response_ids
+    again = await pair.sample(12)
+    assert [t.response_ids for t in again] == [t.response_ids for t in together]
+    other = await pair.sample(12, seed=77)
+    assert [t.response_ids for t in other] != [t.response_ids for t in together]
+
+
+async def test_finish_reasons_and_cached_tokens(pair: Pair) -> None:
+    prompt = list(range(100))
+    params: dict[str, Any] = {"temperature": 1.0, "max_tokens": 6, "seed": 1}
+    cut = await pair.client.generate(prompt, params, "cut")
+    assert cut.finish_reason == "length" and len(cut.token_ids) == len(cut.logprobs) == 6
+    stop = {**params, "stop_token_ids": [cut.token_ids[2]]}
+    ended = await pair.client.generate(prompt, stop, "ended")
+    first = cut.token_ids.index(cut.token_ids[2])
+    assert ended.finish_reason == "stop" and ended.token_ids == cut.token_ids[: first + 1]
+    assert ended.num_cached_tokens >= 64  # whole blocks of the 100 tokens
+
+
+async def test_a_cancelled_call_is_aborted_in_the_engine(pair: Pair) -> None:
+    before = await pair.client.stats()
+    params = {"temperature": 1.0, "max_tokens": 200, "ignore_eos": True}
+    call = asyncio.create_task(pair.client.generate([5] * 40, params, "cancelled"))
+    while (await pair.client.stats()).num_running == 0:
+        await asyncio.sleep(0.001)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    while (await pair.client.stats()).num_running:
+        await asyncio.sleep(0.001)
+    after = await pair.client.stats()
+    assert after.generated_tokens - before.generated_tokens < 200
+
+
+async def test_a_request_that_cannot_be_served_says_why(pair: Pair) -> None:
+    with pytest.raises(RequestRefusedError, match="max_tokenz"):
+        await pair.client.generate([1, 2, 3], {"max_tokenz": 5}, "typo")
+    with pytest.raises(RequestRefusedError, match="512"):
+        await pair.client.generate([1] * 1000, {"max_tokens": 5}, "long")
