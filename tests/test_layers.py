@@ -10,7 +10,8 @@ LAYERS = [
     {"train", "evaluate", "view"},
     {"rollout", "trainer", "testing"},
     {"agent_loop", "tools", "rewards", "algorithms", "data", "chat", "chat_certify"},
-    {"types", "config", "registry", "metrics", "tracking", "distributed"},
+    {"types", "config", "registry", "metrics", "tracking", "distributed"}
+    | {"display", "plots", "validation"},
 ]
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 STRANGERS = {"rollout", "trainer"}

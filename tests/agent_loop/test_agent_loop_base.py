@@ -135,7 +135,7 @@ def test_errors_in_an_agent_loop_file_name_the_entry(load, text, message):
 
 
 def test_seeds_are_stable_and_differ():
-    assert derive_seed(0, "prompt", 1) == derive_seed(0, "prompt", 1) == 838160583
+    assert derive_seed(0, "prompt", 1) == derive_seed(0, "prompt", 1) == 322776276
     seeds = {derive_seed(a, b) for a in range(50) for b in range(50)}
     assert len(seeds) == 2500
     assert all(0 <= seed < 2**31 for seed in seeds)

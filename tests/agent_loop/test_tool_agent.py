@@ -1,14 +1,21 @@
 """The tool loop over a scripted engine: tokens, order, limits, and every way to end."""
 
 import asyncio
+from typing import ClassVar
 
 import pytest
 from scripted import QUESTION, TOKENIZER, call, check_invariants, run_script
 
-from minirl.agent_loop import ServerError, SingleTurnAgentLoop, ToolAgentLoop, run_agent_loop
+from minirl.agent_loop import (
+    ServerError,
+    SingleTurnAgentLoop,
+    ToolAgentLoop,
+    base,
+    run_agent_loop,
+)
 from minirl.config import ConfigError
 from minirl.testing import ScriptedServer, make_context
-from minirl.tools import BaseTool, ToolResponse, function_tool
+from minirl.tools import BaseTool, ToolResponse, function_tool, session
 from minirl.tools.calculator import CalculatorTool
 from minirl.types import TokenOutput
 
@@ -220,6 +227,21 @@ async def test_long_results_are_cut(side, expected):
     assert result.startswith(head[:5]) and result.endswith(tail[-5:])
 
 
+async def test_long_texts_are_the_same_off_the_event_loop(monkeypatch):
+    @function_tool
+    def essay() -> str:
+        """Return a text of some length."""
+        return "word " * 50
+
+    replies = [call("essay"), "#### 4"]
+    inline, _ = await run_script(replies, [essay])
+    for module in (base, session):
+        monkeypatch.setattr(module, "LONG_TEXT", 1)
+    threaded, server = await run_script(replies, [essay])
+    assert threaded.token_ids == inline.token_ids
+    check_invariants(threaded, server)
+
+
 async def test_single_turn_agent():
     trajectory, server = await run_script(["#### 4"], TOOLS, loop_class=SingleTurnAgentLoop)
     check_invariants(trajectory, server)
@@ -265,7 +287,7 @@ async def test_tool_selection_and_labels_of_the_row():
         """Another tool."""
         return "other"
 
-    trajectory, server = await run_script(
+    trajectory, _ = await run_script(
         [call("other") + ADD, "4"],
         [*TOOLS, other],
         extra_info={"tool_selection": ["calculator"]},
@@ -286,7 +308,7 @@ async def test_tool_selection_and_labels_of_the_row():
 
 async def test_rewards_of_tools_land_on_their_turn():
     class Grader(BaseTool):
-        schema = {"type": "function", "function": {"name": "grade"}}
+        schema: ClassVar = {"type": "function", "function": {"name": "grade"}}
 
         async def execute(self, instance_id, parameters, **kwargs):
             return ToolResponse("noted"), parameters["points"], {"graded": 1}
@@ -297,7 +319,7 @@ async def test_rewards_of_tools_land_on_their_turn():
     kwargs = {"grade": {"calc_reward_kwargs": {"best": 9.0}, "create_kwargs": None}}
     two = call("grade", points=0.5) + call("grade", points=0.25)
     trajectory, _ = await run_script(
-        [two, call("grade", points=-1.0), call("grade", points=float(10**400 > 0)), "end"],
+        [two, call("grade", points=-1.0), call("grade", points=1.0), "end"],
         [Grader({})],
         extra_info={"tools_kwargs": kwargs},
     )
@@ -339,5 +361,5 @@ def test_settings_that_name_nothing_are_refused():
     server = ScriptedServer(TOKENIZER, [])
     with pytest.raises(ConfigError, match=r"multi_turn.format: .*did you mean 'hermes'"):
         make_context(server, overrides=["rollout.multi_turn.format=hermis"])
-    with pytest.raises(ConfigError, match=r"multi_turn.stop_when: got '\(': |stop_when: got"):
+    with pytest.raises(ConfigError, match=r"multi_turn.stop_when: got '\('; not a regular"):
         make_context(server, overrides=["rollout.multi_turn.stop_when='('"])

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minirl.agent_loop import TOOL_PARSERS
@@ -84,6 +84,7 @@ pieces = st.sampled_from(
 texts = st.lists(st.one_of(pieces, st.text(max_size=8)), max_size=30).map("".join)
 
 
+@settings(max_examples=60)
 @given(texts)
 def test_any_text_is_parsed_and_nothing_is_called_that_it_does_not_hold(text):
     turn = PARSER.parse(text)
@@ -106,6 +107,7 @@ calls = st.tuples(names, st.dictionaries(st.text(max_size=8), values, max_size=3
 prose = st.text(max_size=20).filter(lambda t: "<" not in t)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(prose, calls), max_size=4), prose)
 def test_what_was_written_is_read(parts, end):
     text = "".join(before + hermes(*call) for before, call in parts) + end

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from typing import ClassVar
 
 import pytest
 
@@ -17,7 +18,7 @@ TOKENIZER = byte_tokenizer()
 class Recorder(BaseTool):
     """Notes which of its methods were called with what."""
 
-    schema = {"type": "function", "function": {"name": "recorder"}}
+    schema: ClassVar = {"type": "function", "function": {"name": "recorder"}}
 
     def __init__(self):
         super().__init__({})
@@ -106,8 +107,8 @@ async def test_an_exception_in_the_block_is_kept_and_the_tool_released():
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        ("text", "expected (ToolResponse, reward, metrics)"),
-        (("text", 0.0, {}), "expected (ToolResponse, reward, metrics)"),
+        ("text", "not (ToolResponse, reward, metrics)"),
+        (("text", 0.0, {}), "not (ToolResponse, reward, metrics)"),
         ((ToolResponse("a"), float("nan"), {}), "the reward nan"),
         ((ToolResponse("a"), 0.0, {"x": "y"}), "could not convert"),
     ],

@@ -13,7 +13,7 @@ SIDES = st.sampled_from(["left", "middle", "right"])
     ("side", "expected"),
     [
         ("left", "(truncated)...wxyz"),
-        ("middle", "a...(truncated)..."),
+        ("middle", "a...(truncated)...z"),
         ("right", "abcd...(truncated)"),
     ],
 )
