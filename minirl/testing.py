@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from minirl.agent_loop.base import AgentLoopContext
 from minirl.chat import ChatBuilder
@@ -97,6 +97,8 @@ def tiny_model(
     The defaults are what vLLM's CPU build can serve: 0.15 M parameters. `tied` shares the input and
     output embeddings, as Qwen 2.5 and 3 below 4B do.
     """
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # seconds, and most tests need no model
+
     tokenizer = tokenizer or byte_tokenizer()
     if vocab_size < len(tokenizer):
         raise ValueError(f"vocab_size: got {vocab_size}; the tokenizer needs {len(tokenizer)}")

@@ -81,7 +81,7 @@ class AgentLoopBase:
     """One conversation. Subclass it, write `run`, and decorate the class with `@register(name)`.
 
     An object is made per trajectory, so `self` may hold the state of the conversation. Options of
-    a subclass are keyword-only parameters of its `__init__`, which calls `super().__init__(context)`.
+    a subclass are keyword-only parameters of its `__init__`; it calls `super().__init__(context)`.
     """
 
     def __init__(self, context: AgentLoopContext) -> None:

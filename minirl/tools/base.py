@@ -27,7 +27,7 @@ class ToolCall:
     """Empty when it could not be read."""
     arguments: dict[str, Any] = field(default_factory=dict)
     text: str = ""
-    """The arguments (of a malformed call: the whole call) as the model wrote them."""
+    """The arguments as JSON; of a malformed call, the whole call as the model wrote it."""
     problem: str | None = None
     """Why the call is malformed, in words for the model; None = it is well-formed."""
 

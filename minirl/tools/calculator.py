@@ -48,7 +48,7 @@ def evaluate(expression: str) -> Fraction:
 
     Numbers are whole or decimal, with or without thousands separators (`1,200.50`). `//` rounds
     down and `%` has the sign of the divisor, as in Python. ToolError says what cannot be read, and
-    where. Time and memory are bounded: no operator makes a number longer than its operands together.
+    where. Time and memory are bounded: no operator makes a number longer than both its operands.
     """
     if len(expression) > MAX_CHARACTERS:
         raise ToolError(f"the expression is longer than {MAX_CHARACTERS} characters")

@@ -161,8 +161,8 @@ class ToolSession:
                 instance = await self._instance(tool)
                 kwargs = self._kwargs(tool.name, "execute")
                 work = tool.execute(instance, arguments, **kwargs)
-                response, reward, metrics = await watch_blocking(work, tool)
-            return _ok(response, reward, metrics)
+                answer = await watch_blocking(work, tool)
+            return _ok(answer)
         except ToolError as error:
             return _Answer(status="error", text=f"Error: {error}")
         except asyncio.CancelledError as error:
@@ -229,11 +229,12 @@ def watch_blocking(work: Coroutine[Any, Any, Any], tool: BaseTool) -> Generator[
             error = thrown
 
 
-def _ok(response: ToolResponse, reward: float, metrics: Mapping[str, float] | None) -> _Answer:
-    if not isinstance(response, ToolResponse):
-        raise TypeError(
-            f"execute() returned {response!r}, expected (ToolResponse, reward, metrics)"
-        )
+def _ok(answer: Any) -> _Answer:
+    match answer:
+        case (ToolResponse() as response, reward, metrics):
+            pass
+        case _:
+            raise TypeError(f"execute() returned {answer!r}, not (ToolResponse, reward, metrics)")
     if not math.isfinite(reward):
         raise ValueError(f"execute() returned the reward {reward}")
     numbers = {key: float(value) for key, value in (metrics or {}).items()}

@@ -1,0 +1,72 @@
+import threading
+
+import pytest
+
+from minirl.config import ConfigError, CustomRewardConfig, RewardConfig
+from minirl.rewards import load_reward_function
+
+ROW = ("calculator", "#### 4", "4", {"index": 7})
+
+
+def on_thread(data_source, solution_str, ground_truth, extra_info, *, scale=1.0):
+    return {"score": scale, "main": threading.current_thread() is threading.main_thread()}
+
+
+async def on_loop(data_source, solution_str, ground_truth, extra_info, **kwargs):
+    return {"score": 1, **kwargs, **extra_info}
+
+
+not_a_function = 3
+
+
+def custom(path, name="compute_score", **kwargs):
+    function = CustomRewardConfig(path=str(path), name=name)
+    return RewardConfig(custom_reward_function=function, reward_kwargs=kwargs)
+
+
+@pytest.mark.parametrize("data_source", ["calculator", "openai/gsm8k"])
+async def test_by_data_source(data_source):
+    score = load_reward_function(RewardConfig(reward_kwargs={"format_score": 0.2}))
+    assert await score(data_source, "#### 4", "4", {}) == 1.0
+    assert await score(data_source, "#### 5", "4", {}) == 0.2
+
+
+async def test_unknown_data_source_and_option():
+    with pytest.raises(ValueError, match="'calculater'; did you mean 'calculator'"):
+        await load_reward_function(RewardConfig())("calculater", "", "4", {})
+    with pytest.raises(ConfigError, match=r"reward_kwargs.formt_score: .*'format_score'"):
+        load_reward_function(RewardConfig(reward_kwargs={"formt_score": 1}))
+
+
+async def test_functions_of_a_module():
+    plain = load_reward_function(custom("test_reward_functions", "on_thread", scale=3.0))
+    assert await plain(*ROW) == {"score": 3.0, "main": False}
+    coroutine = load_reward_function(custom("test_reward_functions", "on_loop", bonus=2))
+    assert await coroutine(*ROW) == {"score": 1, "bonus": 2, "index": 7}
+
+
+async def test_function_of_a_file(tmp_path):
+    path = tmp_path / "my_reward.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, weight=1):\n"
+        "    return weight * float(solution_str == ground_truth)\n"
+    )
+    score = load_reward_function(custom(path, weight=5))
+    assert await score("x", "a", "a", {}) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (custom("/nowhere/reward.py"), r"custom_reward_function.path: got '/nowhere/reward.py'"),
+        (custom("nowhere.reward"), "no module 'nowhere'"),
+        (custom("test_reward_functions", "on_lop"), "did you mean 'on_loop'"),
+        (custom(__file__, "on_lop"), "custom_reward_function.name: .*did you mean 'on_loop'"),
+        (custom("test_reward_functions", "not_a_function"), "is not a function"),
+        (custom("test_reward_functions", "on_thread", scal=1), "reward_kwargs.scal: .*'scale'"),
+        (custom("test_reward_functions", "on_thread", extra_info=1), "reward_kwargs.extra_info"),
+    ],
+)
+def test_errors_name_the_key(config, message):
+    with pytest.raises(ConfigError, match=message):
+        load_reward_function(config)
