@@ -1,8 +1,8 @@
 """Parquet and JSONL rows to prompts, in a seeded order that can be resumed anywhere.
 
 Columns are verl's: `prompt` (messages), and where present `data_source`, `reward_model` (`style`,
-`ground_truth`), `extra_info` (`index`, `split`, `tools_kwargs`, ...) and `agent_name`. Others travel
-along.
+`ground_truth`), `extra_info` (`index`, `split`, `tools_kwargs`, ...) and `agent_name`. Others
+travel along.
 """
 
 import json
@@ -93,10 +93,10 @@ def filter_overlong(
 class PromptLoader:
     """Batches of rows without end; an epoch visits each row at most once.
 
-    With `shuffle` every epoch has an order of its own, drawn from (seed, epoch); without it the order
-    is that of the rows. As in verl a batch has exactly `batch_size` rows, and the
-    `len(rows) % batch_size` rows left at the end of an epoch are not used in it: with `shuffle` other
-    rows each epoch. `drop_last=False` (validation) ends an epoch with a short batch instead.
+    With `shuffle` every epoch has an order of its own, drawn from (seed, epoch); without it the
+    order is that of the rows. As in verl a batch has exactly `batch_size` rows, and the
+    `len(rows) % batch_size` rows left at the end of an epoch are not used in it: with `shuffle`
+    other rows each epoch. `drop_last=False` (validation) ends an epoch with a short batch instead.
 
     >>> loader = PromptLoader(rows, batch_size=16, seed=0)
     >>> batch = loader.next_batch()  # 16 rows, each with a `uid` of "<epoch>-<index of the row>"

@@ -31,7 +31,7 @@ class Settings:
     seed: int = 0
     train_rows: int = 4000
     val_rows: int = 200
-    warmup_steps: int = 130
+    warmup_steps: int = 200
 
 
 def prepare(out: Path, settings: Settings) -> None:
