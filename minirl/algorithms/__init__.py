@@ -17,6 +17,7 @@ Numbers are verl's for the same inputs, except:
 | where | minirl | verl |
 |---|---|---|
 | a group of one | advantage 0 | the raw reward; grpo_passk raises |
+| a trajectory without a sampled token | in no baseline | in its group's, with its reward |
 | equal rewards in a group | exactly 0 | rounding noise / 1e-6 |
 | advantages, returns at mask 0 | 0 | leftovers in gae and reinforce_plus_plus |
 | reinforce_plus_plus, observations | the reward-to-go is carried through | cut at the first one |

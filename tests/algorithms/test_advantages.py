@@ -210,9 +210,9 @@ def test_cpo():
 
 
 def test_group_difficulty():
-    scores = tensor([1.0, 0.0, -1.0, 3.0, 0.5])
-    expected = tensor([0.5, 0.5, 0.5, 0.5, 0.5])
-    assert torch.equal(group_difficulty(scores, torch.tensor([0, 0, 1, 1, 2])), expected)
+    inputs = outcome([1.0, 0.0, 0.0, -1.0, 3.0, 0.3], [0, 0, 0, 1, 1, 2])
+    expected = [2 / 3, 2 / 3, 2 / 3, 0.5, 0.5, 0.7]
+    assert group_difficulty(inputs).tolist() == pytest.approx(expected)
 
 
 def test_rloo_is_unbiased_and_grpo_shrinks_it():
@@ -288,6 +288,18 @@ def test_masked_positions_get_nothing_and_change_nothing(name, full_inputs):
 
 
 @every_estimator
+def test_a_failed_trajectory_is_in_no_baseline(name, full_inputs):
+    """Row 4 has no sampled token: whatever group and reward it has, the others do not see it."""
+    joined = changed(full_inputs, lambda x: x.clone())
+    joined.group_ids[4] = 5
+    joined.token_rewards[4] = 100.0
+    for before, after in zip(
+        compute_advantages(name, full_inputs), compute_advantages(name, joined), strict=True
+    ):
+        torch.testing.assert_close(after, before)
+
+
+@every_estimator
 def test_padding_is_irrelevant(name, full_inputs):
     padded = changed(full_inputs, lambda x: torch.nn.functional.pad(x, (0, 3)))
     for before, after in zip(
@@ -355,9 +367,11 @@ def test_equal_rewards_carry_no_signal(name, full_inputs):
 
 
 def test_equal_reward_fraction():
-    scores = torch.tensor([0.1, 0.1, 0.1, 1.0, 0.0, 5.0])
-    groups = torch.tensor([4, 4, 4, 8, 8, 9])
-    assert equal_reward_fraction(scores, groups) == pytest.approx(2 / 3)
+    inputs = outcome([0.1, 0.1, 0.1, 1.0, 0.0, 5.0], [4, 4, 4, 8, 8, 9])
+    assert equal_reward_fraction(inputs) == pytest.approx(2 / 3)
+    failed = outcome([0.0, 1.0, 1.0], [0, 0, 0], [0, 1, 1])
+    assert equal_reward_fraction(failed) == 1.0
+    assert equal_reward_fraction(outcome([0.0], [0], [0])) == 0.0
 
 
 def test_whiten_with_nothing_to_whiten():

@@ -1,4 +1,4 @@
-"""The five aggregations by hand; cutting a batch is tested with every loss in test_policy_losses."""
+"""The five aggregations by hand; test_policy_losses cuts batches with every loss."""
 
 import pytest
 import torch

@@ -39,7 +39,7 @@ def test_declarations():
 
     assert requirements(mine).needs == ("rollout_logprobs",)
     assert requirements(lambda inputs: inputs).needs == ()
-    with pytest.raises(ValueError, match="got 'token-mean'.*set actor.loss_agg_mode=token-sum"):
+    with pytest.raises(ValueError, match=r"got 'token-mean'.*set actor.loss_agg_mode=token-sum"):
         requirements(mine).check_agg_mode("policy loss 'mine'", "token-mean")
     with pytest.raises(TypeError, match="need"):
         requires(need=("values",))(lambda inputs: inputs)

@@ -19,7 +19,7 @@ def inputs_of(mask: torch.Tensor, groups: list[int]) -> AdvantageInputs:
 
 
 def by_definition(tokens: list[tuple[list, list]], zero_tail: bool) -> list[list[float]]:
-    """One group; per trajectory its sampled tokens' rewards and statistics, position by position."""
+    """One group; per trajectory its sampled tokens' rewards and statistics."""
     advantages = []
     lengths = sorted(len(rewards) for rewards, _ in tokens)
     for rewards, _ in tokens:
