@@ -348,9 +348,9 @@ def test_a_group_of_one_has_no_baseline(name, full_inputs):
 
 @pytest.mark.parametrize("name", sorted(set(GROUP_RELATIVE) - {"gdpo"}))
 def test_equal_rewards_carry_no_signal(name, full_inputs):
-    """Exactly 0, although the mean of three float32 0.1 is not 0.1."""
+    """Exactly 0, although the mean of three float32 0.9 is not 0.9."""
     last = full_inputs.response_mask.cumsum(1).argmax(1, keepdim=True)
-    rewards = torch.zeros(6, 7).scatter(1, last, 0.1)
+    rewards = torch.zeros(6, 7).scatter(1, last, 0.9)
     inputs = HintedAdvantageInputs(
         token_rewards=rewards,
         response_mask=torch.ones(6, 7),

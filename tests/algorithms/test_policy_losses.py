@@ -287,6 +287,24 @@ def test_vanilla_worked_out():
     assert higher[0, 0] == pytest.approx(-1.28) and higher[0, 3] == pytest.approx(0.8)
 
 
+def test_dppo_cuts_only_what_moved_with_the_advantage():
+    old = torch.tensor([[0.5, 0.5, 0.5, 0.5]], dtype=torch.float64)
+    new = torch.tensor([[0.8, 0.2, 0.8, 0.2]], dtype=torch.float64)
+    inputs = LossInputs(
+        logprobs=new.log(),
+        old_logprobs=old.log(),
+        advantages=torch.tensor([[1.0, 1.0, -1.0, -1.0]], dtype=torch.float64),
+        response_mask=torch.ones_like(old),
+    )
+    for name in ("dppo_tv", "dppo_kl"):  # total variation 0.3, KL 0.223
+        loss, metrics = policy_loss(name, inputs, clip_ratio=0.2)
+        expected = [[0.0, -0.4 * math.log(0.2), 1.6 * math.log(0.8), 0.0]]
+        torch.testing.assert_close(loss, torch.tensor(expected, dtype=torch.float64))
+        assert metrics["actor/pg_clipfrac"].tolist() == [[1, 0, 0, 1]]
+        loose, _ = policy_loss(name, inputs, clip_ratio=0.31)
+        assert (loose != 0).all()
+
+
 def test_on_policy_losses_share_the_policy_gradient(loss_inputs):
     """With ratio 1 everywhere, all clipped and trust-region losses have the gradient -A."""
     advantages = loss_inputs.advantages[:, :1].expand_as(loss_inputs.advantages)
@@ -298,7 +316,7 @@ def test_on_policy_losses_share_the_policy_gradient(loss_inputs):
 
 
 def test_huge_ratios_stay_finite(loss_inputs):
-    leaf = (loss_inputs.old_logprobs + 400).requires_grad_()
+    leaf = (loss_inputs.old_logprobs + 1000).requires_grad_()
     inputs = replace(loss_inputs, logprobs=leaf)
     for name in set(EVERY_LOSS) - {"dppo_kl", "dppo_tv"}:  # those look at exp(logp) itself
         leaf.grad = None
