@@ -17,6 +17,7 @@ Numbers are verl's for the same inputs, except:
 | where | minirl | verl |
 |---|---|---|
 | a group of one | advantage 0 | the raw reward; grpo_passk raises |
+| a trajectory without a sampled token | in no baseline | in its group's, with its reward |
 | equal rewards in a group | exactly 0 | rounding noise / 1e-6 |
 | advantages, returns at mask 0 | 0 | leftovers in gae and reinforce_plus_plus |
 | reinforce_plus_plus, observations | the reward-to-go is carried through | cut at the first one |
@@ -27,7 +28,7 @@ Numbers are verl's for the same inputs, except:
 | gspo, sapo with another loss_agg_mode | refused | taken as seq-mean-token-mean |
 | geo_mean | global mean over sequences with a token | mean over the micro-batch's rows |
 | clip_cov, kl_cov | chosen over the mini-batch, own seed | per micro-batch, global generator |
-| log-ratio in clip_cov, kl_cov | cut to +-20 | not cut |
+| log-ratio in clip_cov, kl_cov, geo_mean | cut to +-20 | not cut |
 | actor/ppo_kl | the same for every loss | |x| in kl_cov, none in gpg |
 | actor/kl_cov_frac | share of penalised tokens | - |
 | seq-mean-token-sum-norm | wants a constant | defaults to the padded width |

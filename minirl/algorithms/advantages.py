@@ -3,7 +3,8 @@
 Letters: m response_mask; r_i the sum of a trajectory's rewards; g its group (same prompt), n the
 group's size, mu_g and sigma_g its mean and unbiased standard deviation; V the critic; `whiten`:
 subtract the mean over all sampled tokens, divide by their standard deviation. Outcome estimators
-give every sampled token its trajectory's advantage, and return it as `returns` too.
+give every sampled token its trajectory's advantage, and return it as `returns` too. A trajectory
+without a sampled token counts in no group.
 
 The first line of each docstring is the formula and the line `Paper:` its source;
 `python -m minirl.algorithms` prints both.
@@ -52,10 +53,12 @@ def compute_advantages(name: str, inputs: AdvantageInputs, **options: object) ->
     return advantages.masked_fill(masked, 0.0), returns.masked_fill(masked, 0.0)
 
 
-def equal_reward_fraction(scores: Tensor, group_ids: Tensor) -> float:
-    """Share of groups whose rewards [B] are all equal: they carry no signal."""
-    groups = Segments.of_groups(group_ids)
-    return float((groups.max(scores) == -groups.max(-scores)).float().mean())
+def equal_reward_fraction(inputs: AdvantageInputs) -> float:
+    """Share of groups whose rewards are all equal: they carry no signal. 0 when nothing trains."""
+    trains = inputs.response_mask.sum(1) > 0
+    groups, scores = Segments.of_groups(inputs.group_ids[trains]), _scores(inputs)[trains]
+    equal = groups.max(scores) == -groups.max(-scores)
+    return float(equal.sum()) / max(groups.num, 1)
 
 
 # --- Per token ---
@@ -120,7 +123,7 @@ def grpo(inputs: AdvantageInputs, *, norm_adv_by_std_in_grpo: bool = True) -> Ad
 
     Paper: Shao et al., DeepSeekMath, 2024; without the division Liu et al., Dr. GRPO, 2025.
     """
-    groups = Segments.of_groups(inputs.group_ids)
+    groups = groups_of(inputs)
     return _outcome(_group_relative(_scores(inputs), groups, norm_adv_by_std_in_grpo), inputs)
 
 
@@ -131,7 +134,7 @@ def grpo_passk(inputs: AdvantageInputs, *, norm_adv_by_std_in_grpo: bool = True)
 
     Paper: Tang et al., Optimizing language models for inference time objectives, 2025.
     """
-    scores, groups = _scores(inputs), Segments.of_groups(inputs.group_ids)
+    scores, groups = _scores(inputs), groups_of(inputs)
     best = groups.spread(groups.max(scores))
     is_best = scores == best
     second = groups.spread(groups.max(scores.masked_fill(is_best, -torch.inf)))
@@ -149,7 +152,7 @@ def rloo(inputs: AdvantageInputs) -> Advantages:
 
     Paper: Ahmadian et al., Back to basics, 2024.
     """
-    groups = Segments.of_groups(inputs.group_ids)
+    groups = groups_of(inputs)
     n = group_size(groups, inputs.token_rewards.dtype)
     return _outcome(n / (n - 1).clamp(min=1) * _centred(_scores(inputs), groups), inputs)
 
@@ -161,7 +164,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Advantages:
 
     Paper: Hu, REINFORCE++, 2025.
     """
-    centred = _centred(_scores(inputs), Segments.of_groups(inputs.group_ids))
+    centred = _centred(_scores(inputs), groups_of(inputs))
     advantages, _ = _outcome(centred, inputs)
     advantages = whiten(advantages, inputs.response_mask)
     return advantages, advantages
@@ -174,7 +177,7 @@ def opo(inputs: AdvantageInputs) -> Advantages:
 
     Paper: Hao et al., On-policy RL with optimal reward baseline, 2025.
     """
-    groups = Segments.of_groups(inputs.group_ids)
+    groups = groups_of(inputs)
     lengths = inputs.response_mask.sum(1)
     scores = _above_lowest(_scores(inputs), groups)
     baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1)
@@ -188,10 +191,9 @@ def gpg(inputs: AdvantageInputs, *, f_norm: float = 1.0) -> Advantages:
 
     Paper: Chu et al., GPG: group policy gradient, 2025.
     """
-    scores = _scores(inputs)
-    alpha = scores.numel() / max(int(scores.count_nonzero()), 1)
-    groups = Segments.of_groups(inputs.group_ids)
-    return _outcome(alpha * _centred(scores, groups) / f_norm, inputs)
+    scores, trains = _scores(inputs), inputs.response_mask.sum(1) > 0
+    alpha = int(trains.sum()) / max(int(scores[trains].count_nonzero()), 1)
+    return _outcome(alpha * _centred(scores, groups_of(inputs)) / f_norm, inputs)
 
 
 @ADV_ESTIMATORS.register("gdpo")
@@ -215,7 +217,7 @@ def gdpo(
     weights = [1.0] * len(keys) if gdpo_reward_weights is None else list(gdpo_reward_weights)
     if len(weights) != len(keys):
         raise ValueError(f"gdpo_reward_weights: got {weights}; give one for each of {keys}")
-    groups = Segments.of_groups(inputs.group_ids)
+    groups = groups_of(inputs)
     total = torch.zeros_like(_scores(inputs))
     for key, weight in zip(keys, weights, strict=True):
         if key not in inputs.reward_components:
@@ -254,18 +256,26 @@ def cpo(
     weights = weights / (
         (weights * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     )
-    hard = group_difficulty(_scores(inputs), inputs.group_ids) > difficulty
+    hard = group_difficulty(inputs) > difficulty
     advantages = torch.where(hard[:, None], advantages * weights, advantages)
     return advantages, advantages
 
 
-def group_difficulty(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """1 - mean success of the trajectory's group, success = reward cut to 0 .. 1. [B] to [B]."""
-    groups = Segments.of_groups(group_ids)
+def group_difficulty(inputs: AdvantageInputs) -> Tensor:
+    """1 - mean success of the trajectory's group [B], success being the reward cut to 0 .. 1."""
+    groups, scores = groups_of(inputs), _scores(inputs)
     return 1 - groups.spread(groups.mean(scores.clamp(0, 1), torch.ones_like(scores)))
 
 
 # --- Helpers ---
+
+
+def groups_of(inputs: AdvantageInputs) -> Segments:
+    """Trajectories of one prompt; one without a sampled token (it failed) is by itself."""
+    rows = torch.arange(inputs.group_ids.numel(), device=inputs.group_ids.device)
+    own = inputs.group_ids.amax() + 1 + rows if rows.numel() else rows
+    failed = inputs.response_mask.sum(1) == 0
+    return Segments.of_groups(torch.where(failed, own, inputs.group_ids))
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:

@@ -59,11 +59,12 @@ def rollout_correction(
 
     `rollout_is`: weights rho_t (`token`) or prod_t rho_t (`sequence`), at most
     `rollout_is_threshold` (TIS), or 0 outside it when it is a pair (IcePop);
-    `rollout_is_batch_normalize` divides them by their mean. `rollout_rs`: rejection by RS_OPTIONS; `token_*` drops tokens, `seq_*` whole
-    sequences, for which k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x, its sum, mean or maximum is
-    outside the threshold: an upper bound for k2 and k3, for k1 a pair of ratios whose logs bound
-    it (a single u means 1/u and u). Several options take one threshold or, with commas between,
-    one each.
+    `rollout_is_batch_normalize` divides them by their mean.
+
+    `rollout_rs`: rejection by RS_OPTIONS. `token_*` drops tokens and `seq_*` whole sequences whose
+    k1 = -x, k2 = x^2 / 2 or k3 = exp(x) - 1 - x (its sum, mean or maximum) is outside the
+    threshold: an upper bound for k2 and k3; for k1 a pair of ratios whose logs bound it (a single
+    u means 1/u and u). Several options take one threshold or, with commas between, one each.
 
     Metrics on how far the two disagree are always there. Raises ValueError for an unknown option or
     a threshold that does not fit.

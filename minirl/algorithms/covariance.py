@@ -34,8 +34,8 @@ def clip_cov(
 ) -> Loss:
     """max(-A ratio, -A clip(ratio)), 0 at tokens drawn from those with lb < cov(logp, A) < ub.
 
-    `selected` (bool, one per token) is the draw of `select_clip_cov` over the whole mini-batch. With
-    None it is drawn, with `seed`, from this input: the same thing only when that is all of it.
+    `selected` (bool, one per token) is the draw of `select_clip_cov` over the whole mini-batch.
+    With None it is drawn, with `seed`, from this input: the same thing only when that is all of it.
 
     Paper: Cui et al., The entropy mechanism of RL for reasoning language models, 2025.
     """
@@ -64,8 +64,8 @@ def kl_cov(
 ) -> Loss:
     """-A ratio, + ppo_kl_coef |logp - logp_old| at the tokens with the largest cov(logp, A).
 
-    `selected` (bool, one per token) is the choice of `select_kl_cov` over the whole mini-batch. With
-    None it is made from this input: the same thing only when that is all of it.
+    `selected` (bool, one per token) is the choice of `select_kl_cov` over the whole mini-batch.
+    With None it is made from this input: the same thing only when that is all of it.
 
     Paper: Cui et al., The entropy mechanism of RL for reasoning language models, 2025.
     """

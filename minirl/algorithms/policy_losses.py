@@ -167,7 +167,7 @@ def geo_mean(
     clip_ratio_low: float | None = None,
     clip_ratio_high: float | None = None,
 ) -> Loss:
-    """-mean_t(A) exp(mean_t s min(s d, s clip(d, -low, high))), d = logp - logp_old, s = sign(A).
+    """-mean_t(A) exp(mean_t s min(s d, s clip(d, -low, high))), d the log-ratio x, s = sign(A).
 
     One number per sequence, given to each of its tokens; the clipping is of log-ratios. Weights of
     `rollout_is_weights` enter by their geometric mean.
@@ -176,7 +176,7 @@ def geo_mean(
     """
     low, high = clip_sides(clip_ratio, clip_ratio_low, clip_ratio_high)
     sequences = Segments.of_sequences(inputs.response_mask, inputs.sequence_ids)
-    difference = inputs.logprobs - inputs.old_logprobs
+    difference = log_ratio(inputs)
     clipped = difference.clamp(-low, high)
     sign = inputs.advantages.sign()
     bounded = sign * torch.minimum(sign * difference, sign * clipped)

@@ -11,6 +11,7 @@ from minirl.algorithms.advantages import (
     Advantages,
     discounted_sum,
     group_size,
+    groups_of,
     sampled_first,
     spread_sampled,
 )
@@ -33,7 +34,7 @@ def optimal_token_baseline(inputs: AdvantageInputs, *, handle_zero_tail: bool = 
     rewards_to_go = discounted_sum(inputs.token_rewards * inputs.response_mask, 1.0)
     assert inputs.logprob_stats is not None
     energy = (inputs.logprob_stats * inputs.response_mask).cumsum(1)
-    groups = Segments.of_groups(inputs.group_ids)
+    groups = groups_of(inputs)
     baseline = _token_baseline(
         rewards_to_go, energy, inputs.response_mask, groups, handle_zero_tail
     )
