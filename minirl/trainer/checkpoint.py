@@ -1,0 +1,164 @@
+"""Checkpoints: complete or absent, whatever kills the run; and Hugging Face folders.
+
+`checkpoints/step_000010/` holds `state/` (torch.distributed.checkpoint: parameters and optimizer,
+readable by any number of ranks), `rng_<rank>.json` and `meta.json`. It is written under another
+name, synced to disk and renamed, so a folder with the right name is complete.
+"""
+
+import base64
+import json
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from minirl.config import ConfigError
+from minirl.distributed import Dist
+from minirl.trainer.fsdp import WeightBuckets
+
+STEP_NAME = re.compile(r"step_(\d+)")
+NOT_EXPORTED = ("config.json", "generation_config.json", "model.safetensors.index.json")
+
+
+def save(
+    directory: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+    extra: dict[str, Any],
+    world: Dist,
+    *,
+    max_to_keep: int | None = None,
+) -> Path:
+    """Write `directory/step_<step>` and return it; then delete all but the newest `max_to_keep`.
+
+    `extra` (data position, schedule, weight version ...) must fit into JSON. The random states of
+    Python and torch are saved per rank. Every rank takes part.
+    """
+    final = directory / f"step_{step:06d}"
+    partial = directory / f".{final.name}.partial"
+    if world.is_main:
+        for stale in directory.glob(".step_*"):
+            shutil.rmtree(stale)
+        partial.mkdir(parents=True)
+    world.barrier()
+    parameters, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": parameters, "optimizer": moments}, checkpoint_id=partial / "state")
+    _write_json(partial / f"rng_{world.rank}.json", _random_state())
+    world.barrier()
+    if world.is_main:
+        meta = {"step": step, "parameters": _shapes(model), "extra": extra}
+        _write_json(partial / "meta.json", meta)
+        _sync_folder(partial / "state")
+        _sync_folder(partial)
+        replaced = directory / f".{final.name}.replaced"
+        if final.exists():
+            final.rename(replaced)
+        partial.rename(final)
+        _sync_folder(directory)
+        shutil.rmtree(replaced, ignore_errors=True)  # where there was none
+        for old in [path for _, path in complete(directory)][: -max_to_keep if max_to_keep else 0]:
+            shutil.rmtree(old)
+    world.barrier()
+    return final
+
+
+def complete(directory: Path) -> list[tuple[int, Path]]:
+    """The checkpoints in `directory` with their steps, oldest first."""
+    found = [(STEP_NAME.fullmatch(path.name), path) for path in directory.glob("step_*")]
+    return sorted((int(m[1]), path) for m, path in found if m and (path / "meta.json").is_file())
+
+
+def latest(directory: Path) -> Path | None:
+    """The newest complete checkpoint, or None."""
+    return max(complete(directory), default=(0, None))[1]
+
+
+def load(path: Path, model: nn.Module, optimizer: Optimizer, world: Dist) -> dict[str, Any]:
+    """Restore parameters, optimizer and random states in place; return `{"step": ..., **extra}`.
+
+    The number of ranks may differ from that of the run that saved (then ranks beyond it keep
+    their random state). Raises ConfigError when the checkpoint is another model's. Every rank
+    takes part.
+    """
+    meta = json.loads((path / "meta.json").read_text())
+    _check_same_model(path, meta["parameters"], _shapes(model))
+    parameters, moments = get_state_dict(model, optimizer)
+    dcp.load({"model": parameters, "optimizer": moments}, checkpoint_id=path / "state")
+    set_state_dict(model, optimizer, model_state_dict=parameters, optim_state_dict=moments)
+    random_state = path / f"rng_{world.rank}.json"
+    if random_state.is_file():
+        _set_random_state(json.loads(random_state.read_text()))
+    return {"step": meta["step"]} | meta["extra"]
+
+
+def export_hf(model: PreTrainedModel, source: Path, out: Path, dtype: torch.dtype) -> None:
+    """Write a Hugging Face folder in `dtype`, with the tokenizer's files from `source`.
+
+    Every rank takes part; rank 0 holds the full weights in memory and writes.
+    """
+    main = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    full = {
+        name: tensor.to("cpu", copy=True)
+        for bucket in WeightBuckets(model, 2**28, dtype)
+        for name, tensor in (bucket if main else [])
+    }
+    if not main:
+        return
+    model.save_pretrained(out, state_dict=full)
+    for file in source.iterdir():
+        if file.suffix in (".json", ".txt", ".jinja", ".model") and file.name not in NOT_EXPORTED:
+            shutil.copy(file, out)
+
+
+def _shapes(model: nn.Module) -> dict[str, list[int]]:
+    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _check_same_model(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
+    if saved == here:
+        return
+    name = min(saved.keys() ^ here.keys() or {n for n in here if here[n] != saved[n]})
+    raise ConfigError(
+        f"{path}: the checkpoint of another model: {name} is {saved.get(name, 'not there')} in it "
+        f"and {here.get(name, 'not there')} in model.path; name the model that the run began with, "
+        "or set trainer.resume_mode=disable or another trainer.experiment_name"
+    )
+
+
+def _random_state() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    torch_state = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
+    return {"python": [version, list(words), gauss], "torch": torch_state}
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    torch_state = bytearray(base64.b64decode(state["torch"]))
+    torch.set_rng_state(torch.frombuffer(torch_state, dtype=torch.uint8))
+
+
+def _write_json(path: Path, value: Any) -> None:
+    with path.open("w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    """Make the names in a folder durable, as fsync of a file does not."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
