@@ -1,4 +1,5 @@
-"""The world of ranks: set-up from torchrun's variables (or a world of one), device, small collectives.
+"""The world of ranks: set-up from torchrun's variables (or a world of one), device, small
+collectives.
 
 Every collective here runs on CPU tensors over gloo, so it works while an engine holds the GPU.
 """
@@ -21,8 +22,8 @@ from minirl.types import PER_SEQUENCE, MicroBatch
 class Dist:
     """This process's place among the ranks.
 
-    With W = 4 ranks and tensor_parallel_size T = 2, ranks 0 and 1 are group 0 (leader 0), ranks 2 and 3
-    are group 1 (leader 2). The leader holds the group's engine.
+    With W = 4 ranks and tensor_parallel_size T = 2, ranks 0 and 1 are group 0 (leader 0), ranks 2
+    and 3 are group 1 (leader 2). The leader holds the group's engine.
     """
 
     rank: int
@@ -102,7 +103,8 @@ class Dist:
     def broadcast_batch(self, batch: MicroBatch | None) -> MicroBatch:
         """Rank 0's batch (CPU tensors) on every rank; the others pass None.
 
-        Three broadcasts, whatever the fields: sizes and which fields are set, all integers, all floats.
+        Three broadcasts, whatever the fields: sizes and which fields are set, all integers, all
+        floats.
         """
         if self.world_size == 1:
             assert batch is not None
@@ -137,8 +139,8 @@ INTEGER_FIELDS = PER_SEQUENCE | {"tokens", "positions", "sequence_ids"}
 def distributed(config: Config) -> Iterator[Dist]:
     """Join the world that torchrun describes, or make a world of one; leave it at the end.
 
-    Raises ConfigError, before anything is opened, when tensor_parallel_size does not divide the number
-    of ranks or when the device that is asked for does not exist.
+    Raises ConfigError, before anything is opened, when tensor_parallel_size does not divide the
+    number of ranks or when the device that is asked for does not exist.
     """
     world = place(config, os.environ)
     threads = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -148,7 +150,7 @@ def distributed(config: Config) -> Iterator[Dist]:
         torch.cuda.set_device(world.device)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
-        # A world of one needs no port: two runs on one machine cannot meet.
+        # A world of one needs no address to meet at, so two runs on one machine cannot collide.
         store=None if "RANK" in os.environ else dist.HashStore(),
         rank=world.rank,
         world_size=world.world_size,
@@ -168,8 +170,8 @@ def place(config: Config, environment: os._Environ[str] | dict[str, str]) -> Dis
     size = config.rollout.tensor_parallel_size
     if world_size % size:
         raise ConfigError(
-            f"rollout.tensor_parallel_size: got {size}, which does not divide the {world_size} ranks; "
-            f"start a multiple of it, e.g. torchrun --nproc-per-node {size}"
+            f"rollout.tensor_parallel_size: got {size}, which does not divide the {world_size} "
+            f"ranks; start a multiple of it, e.g. torchrun --nproc-per-node {size}"
         )
     return Dist(
         rank=int(environment.get("RANK", 0)),
@@ -186,7 +188,8 @@ def choose_device(device: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"trainer.device: got {device!r}, but local rank {local_rank} finds only "
-            f"{torch.cuda.device_count()} CUDA devices; start fewer ranks, or set trainer.device=cpu"
+            f"trainer.device: got {device!r}, but local rank {local_rank} finds "
+            f"only {torch.cuda.device_count()} CUDA devices; start fewer ranks, or set "
+            "trainer.device=cpu"
         )
     return torch.device("cuda", local_rank)

@@ -166,7 +166,7 @@ class Steps:
         trainer = self._config.trainer
         await self._run.on_trainer(
             self._run.policy.save,
-            trainer.run_dir,
+            trainer.run_dir / "checkpoints",
             self.number,
             {"data": self._loader.state_dict()} if self._run.inputs else {},
             max_to_keep=trainer.max_ckpt_to_keep,

@@ -1,8 +1,8 @@
 """Attention over packed sequences: each token sees the earlier tokens of its own sequence only.
 
-Registered with transformers' attention interface as `minirl_packed`. No mask of [T, T] is ever built: on
-a GPU the sequences go through a varlen kernel, elsewhere they are laid out as right-padded rows, where
-causal attention alone keeps the padding out.
+Registered with transformers' attention interface as `minirl_packed`. No mask of [T, T] is ever
+built: on a GPU the sequences go through a varlen kernel, elsewhere they are laid out as
+right-padded rows, where causal attention alone keeps the padding out.
 """
 
 import importlib.util
@@ -88,7 +88,8 @@ def _similar_lengths(sizes: list[int]) -> list[list[int]]:
 
 
 class _Take(torch.autograd.Function):
-    """x[index] for an index without repetition: its gradient needs no accumulation, which is slow."""
+    """x[index] for an index without repetition: its gradient needs no accumulation, which is
+    slow."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
@@ -124,9 +125,11 @@ def packed_attention(
     parts = zip(*(_Take.apply(x, packing.order).split(sizes) for x in (q, k, v)), strict=True)
     outputs = []
     for rows, part in zip(packing.rows, parts, strict=True):
-        padded = [rows.pad(x) for x in part]
+        q_rows, k_rows, v_rows = (rows.pad(x) for x in part)
         gqa = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(*padded, is_causal=True, scale=scaling, enable_gqa=gqa)
+        out = F.scaled_dot_product_attention(
+            q_rows, k_rows, v_rows, is_causal=True, scale=scaling, enable_gqa=gqa
+        )
         outputs.append(rows.unpad(out))
     return _Take.apply(torch.cat(outputs), torch.argsort(packing.order))[None], None
 
@@ -136,7 +139,8 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Packing, float | None], Tensor]
 
 @cache
 def varlen_kernel(device_type: str, dtype: torch.dtype) -> Kernel | None:
-    """The fused kernel for [T, heads, D] on this device: torch's, flash_attn's, or None (padded rows)."""
+    """The fused kernel for [T, heads, D] on this device: torch's, flash_attn's, or None (padded
+    rows)."""
     kernel, name = None, "padded rows"
     if device_type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         if importlib.util.find_spec("flash_attn"):
@@ -164,7 +168,9 @@ def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: floa
         k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
     cut, longest = packing.boundaries, packing.max_length
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    return varlen_attn(q, k, v, cut, cut, longest, longest, **options)
+    out = varlen_attn(q, k, v, cut, cut, longest, longest, **options)
+    assert isinstance(out, Tensor)
+    return out
 
 
 @cache
@@ -202,7 +208,8 @@ def check_attention(config: PretrainedConfig, max_length: int) -> None:
         raise ConfigError(
             f"model.path: this {text.model_type} model has {', '.join(other)}"
             f"{f' (window {window})' if window else ''}; minirl trains models with plain causal "
-            f"attention (Qwen 2.5, Qwen 3, Llama, Mistral ...) over sequences of up to {max_length} tokens"
+            f"attention (Qwen 2.5, Qwen 3, Llama, Mistral ...) over sequences of up to "
+            f"{max_length} tokens"
         )
 
 

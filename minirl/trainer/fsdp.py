@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin
 
 
 def check_model_folder(path: str, key: str = "model.path") -> None:
-    """Raise ConfigError unless `path` is a folder with a config and weights, or looks like a hub name.
+    """Raise ConfigError unless `path` is a folder with config and weights, or may be a hub name.
 
     Reads file names only, so it can run before anything else.
     """
@@ -72,16 +73,16 @@ def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
 def load_model(
     path: str, model: ModelConfig, world: Dist, *, key: str = "model.path"
 ) -> PreTrainedModel:
-    """The causal language model at `path`: float32, packed attention, no dropout, sharded over `world`.
+    """The causal language model at `path`: float32, packed attention, no dropout, sharded.
 
-    Only rank 0 reads the weights, and every rank receives its shard, so that the host holds one full copy,
-    whatever the number of ranks. Every rank takes part.
+    Only rank 0 reads the weights, and every rank receives its shard, so that the host holds one
+    full copy, whatever the number of ranks. Every rank takes part.
     """
     check_model_folder(path, key)
     dtype = compute_dtype(model, world.device)
     full = _read_weights(path, model) if world.is_main else None
     if full is not None and not is_sharded(world):
-        return _prepare(full, model).to(world.device)
+        return _prepare(full, model)
     sharded = shard(_prepare(_uninitialized(path, model), model), world, dtype)
     _scatter(dict(full.named_parameters()) if full is not None else None, sharded)
     return sharded
@@ -90,8 +91,8 @@ def load_model(
 def is_sharded(world: Dist) -> bool:
     """Whether `load_model` applies FSDP: always but on a single CPU rank.
 
-    There it only costs: with 0.7 M parameters, 1 to 9 ms of 11 to 76 per forward and backward pass, and
-    twice the time in the optimizer.
+    There it only costs: with 0.7 M parameters, 1 to 9 ms of 11 to 76 per forward and backward
+    pass, and twice the time in the optimizer.
     """
     return world.world_size > 1 or world.device.type == "cuda"
 
@@ -99,7 +100,7 @@ def is_sharded(world: Dist) -> bool:
 def shard(model: PreTrainedModel, world: Dist, dtype: torch.dtype) -> PreTrainedModel:
     """Apply FSDP2 to each decoder layer and to the rest, over all ranks; products in `dtype`.
 
-    Gradients are summed over ranks in float32, not averaged: losses are already divided by global counts.
+    Gradients are summed in float32, not averaged: losses are divided by global counts already.
     """
     mesh = init_device_mesh(world.device.type, (world.world_size,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -111,6 +112,12 @@ def shard(model: PreTrainedModel, world: Dist, dtype: torch.dtype) -> PreTrained
         # A plain sum: with NCCL the factor would become a scaled one that not every type has.
         module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the full embedding and head, which FSDP2 keeps after a pass without a backward."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def _prepare(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
@@ -172,12 +179,20 @@ def _read_weights(path: str, model: ModelConfig) -> PreTrainedModel:
         raise ConfigError(f"model.path: {path!r} cannot be loaded: {_first_line(error)}") from error
 
 
+Bucket = list[tuple[str, Any]]
+"""Names and parameters: all DTensor (sharded) or none."""
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Its name in torch 2.13, and the one before."""
+
+
 class WeightBuckets:
     """The full weights, a bucket at a time: iterate as often as needed, on every rank alike.
 
-    Yields lists of (name, tensor) of together at most `max_bytes` (or a single larger tensor) in `dtype`,
-    by Hugging Face names, in the order of `named_parameters`. Tied weights come once, under the first
-    name (`model.embed_tokens.weight`; no `lm_head.weight`). One all-gather per bucket.
+    Yields lists of (name, tensor) of together at most `max_bytes` (or a single larger tensor) in
+    `dtype`, by Hugging Face names, in the order of `named_parameters`. Tied weights come once,
+    under the first name (`model.embed_tokens.weight`; no `lm_head.weight`). One all-gather per
+    bucket.
 
     The tensors are views of buffers that the next bucket overwrites. The buffers are kept between
     iterations; `release` frees them.
@@ -204,7 +219,7 @@ class WeightBuckets:
         self._buffers.clear()
 
     @torch.no_grad()
-    def _gather(self, bucket: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
+    def _gather(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
         world = dist.get_world_size()
         sizes = [_rows_per_rank(p) * p[0].numel() for _, p in bucket]  # per rank, padded
         device = bucket[0][1].to_local().device
@@ -214,7 +229,7 @@ class WeightBuckets:
             local = parameter.to_local().flatten()
             part[: local.numel()].copy_(local)  # casts: fewer bytes travel
         # As bytes, since gloo does not know every type.
-        dist.all_gather_into_tensor(everyone.view(torch.uint8), mine.view(torch.uint8))
+        _all_gather(everyone.view(torch.uint8), mine.view(torch.uint8))
         parts = everyone.view(world, -1).split(sizes, dim=1)  # [W, size] each
         out = self._buffer("full", sum(sizes) * world, device).split([s * world for s in sizes])
         full = []
@@ -229,16 +244,16 @@ class WeightBuckets:
         return self._buffers[name][:size]
 
 
-def _plan_buckets(model: nn.Module, max_elements: int) -> list[list[tuple[str, nn.Parameter]]]:
+def _plan_buckets(model: nn.Module, max_elements: int) -> list[Bucket]:
     """Whole decoder layers (and single parameters outside them) into buckets.
 
     A layer stays together because an engine fuses its projections when it has all their parts.
     """
-    units: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    units: dict[str, Bucket] = {}
     for name, parameter in model.named_parameters():
         layer = re.match(r".*?\.\d+\.", name)
         units.setdefault(layer[0] if layer else name, []).append((name, parameter))
-    buckets: list[list[tuple[str, nn.Parameter]]] = []
+    buckets: list[Bucket] = []
     room = 0
     for unit in units.values():
         size = sum(parameter.numel() for _, parameter in unit)

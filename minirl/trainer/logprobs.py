@@ -21,9 +21,9 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies [T], float32, in nats, of the tokens with response_mask 1.
 
-    Both stand at the token itself and are 0 elsewhere. The distribution is softmax(logits / temperature)
-    at the position before; the first token of a sequence has none, and gets 0. `entropy` says whether
-    entropies are left out (0), computed, or computed with their gradient.
+    Both stand at the token itself and are 0 elsewhere. The distribution is softmax(logits /
+    temperature) at the position before; the first token of a sequence has none, and gets 0.
+    `entropy` says whether entropies are left out (0), computed, or computed with their gradient.
     """
     wanted = ((batch.response_mask > 0) & (batch.positions > 0)).nonzero().squeeze(1)  # [n]
     logits = model(

@@ -1,7 +1,8 @@
-"""Trajectories to packed batches, packed batches to rows and back, and who computes which sequence."""
+"""Trajectories to packed batches, to rows and back, and which rank computes which sequence."""
 
 import heapq
 from dataclasses import fields
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -19,10 +20,10 @@ def pack(
     group_ids: list[int],
     trains: list[bool] | None = None,
 ) -> MicroBatch:
-    """Lay trajectories end to end; `token_rewards[i]` has one reward per response token of trajectory i.
+    """Lay trajectories end to end; `token_rewards[i]` has one reward per response token.
 
-    A trajectory with `trains[i]` false keeps its place, with response_mask 0 everywhere: it does not
-    enter the loss.
+    A trajectory with `trains[i]` false keeps its place, with response_mask 0 everywhere: it does
+    not enter the loss.
     """
     trains = trains or [True] * len(trajectories)
     mask: list[float] = []
@@ -82,15 +83,14 @@ def _response_places(batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, Tensor], 
 
 def token_places(batch: MicroBatch, sequences: list[int]) -> Tensor:
     """Where the tokens of `batch.select(sequences)` stand in `batch`: [n] int64."""
-    starts = torch.cumsum(batch.lengths, 0) - batch.lengths
-    spans = [torch.arange(starts[s], starts[s] + batch.lengths[s]) for s in sequences]
-    return torch.cat(spans)
+    spans = torch.arange(batch.num_tokens).split(batch.lengths.tolist())
+    return torch.cat([spans[s] for s in sequences])
 
 
 def empty_like(batch: MicroBatch) -> MicroBatch:
     """One token that does not train, with the fields of `batch`: what an idle rank computes on."""
     values = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    zeros = {k: v if v is None else torch.zeros(1, dtype=v.dtype) for k, v in values.items()}
+    zeros = {k: torch.zeros(1, dtype=v.dtype) for k, v in values.items() if v is not None}
     one = torch.ones(1, dtype=torch.int64)
     return MicroBatch(**zeros | {"lengths": one, "prompt_lengths": one})
 
@@ -110,16 +110,16 @@ def mini_batches(batch: MicroBatch, prompts_per_mini_batch: int) -> list[list[in
         groups.setdefault(group, []).append(sequence)
     members = list(groups.values())
     chunks = range(0, len(members), prompts_per_mini_batch)
-    return [sum(members[i : i + prompts_per_mini_batch], []) for i in chunks]
+    return [list(chain(*members[i : i + prompts_per_mini_batch])) for i in chunks]
 
 
 def plan(lengths: list[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    """Spread sequences over ranks and micro-batches: `plan(...)[rank][slot]` lists sequence indices.
+    """Spread sequences over ranks and micro-batches: [rank][slot] is a list of sequence indices.
 
-    Every rank has the same number of slots, the fewest that are found; a slot holds at most `max_tokens`
-    tokens, or one longer sequence, or nothing. Estimated costs are balanced, first within a slot, where
-    ranks wait for each other, then over the slots. A function of its arguments alone: every rank
-    computes the same plan without communication.
+    Every rank has the same number of slots, the fewest that are found; a slot holds at most
+    `max_tokens` tokens, or one longer sequence, or nothing. Estimated costs are balanced, first
+    within a slot, where ranks wait for each other, then over the slots. A function of its
+    arguments alone: every rank computes the same plan without communication.
     """
     order = sorted(range(len(lengths)), key=lambda s: (-lengths[s], s))
     num_slots = max(1, -(-sum(min(n, max_tokens) for n in lengths) // (num_ranks * max_tokens)))
@@ -142,7 +142,7 @@ def cost(length: int) -> float:
 def _fill(
     order: list[int], lengths: list[int], num_bins: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Each sequence, longest first, into the cheapest bin with room; None when one finds no room."""
+    """Each sequence, longest first, into the cheapest bin with room; None when one has none."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     heap = [(0.0, 0, b) for b in range(num_bins)]  # (cost, tokens, bin)
     for s in order:

@@ -11,18 +11,28 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
-from minirl.algorithms import POLICY_LOSSES, aggregate, check_agg_mode, kl_estimate, policy_loss
+from minirl.algorithms import (
+    POLICY_LOSSES,
+    aggregate,
+    check_agg_mode,
+    kl_estimate,
+    policy_loss,
+    probs_diff_metrics,
+    requirements,
+    rollout_correction,
+)
 from minirl.config import ActorConfig, Config, ConfigError, OptimConfig, require
 from minirl.distributed import Dist
 from minirl.registry import option_names
 from minirl.trainer import checkpoint, packing
-from minirl.trainer.fsdp import WeightBuckets, check_model, compute_dtype, load_model
+from minirl.trainer.fsdp import WeightBuckets, check_model, compute_dtype, load_model, reshard
 from minirl.trainer.logprobs import token_logprobs
 from minirl.types import LossInputs, MicroBatch
 
 
 def check_config(config: Config) -> None:
-    """Raise ConfigError for what the trainer cannot do; reads the model's config.json, no weights."""
+    """Raise ConfigError for what the trainer cannot do; reads the model's config.json, no
+    weights."""
     check_model(config.model, config.max_model_len)
     if config.ref is not None and config.ref.path is not None:
         check_model(config.model, config.max_model_len, path=config.ref.path, key="ref.path")
@@ -30,7 +40,8 @@ def check_config(config: Config) -> None:
 
 
 def loss_options(actor: ActorConfig) -> dict[str, Any]:
-    """Keyword arguments of the policy loss: keys of `actor` that it has, then `policy_loss.options`."""
+    """Keyword arguments of the policy loss: keys of `actor` that it has, then
+    `policy_loss.options`."""
     name, given = actor.policy_loss.loss_mode, actor.policy_loss.options
     try:
         known = option_names(POLICY_LOSSES.find(name))
@@ -39,6 +50,12 @@ def loss_options(actor: ActorConfig) -> dict[str, Any]:
         check_agg_mode(name, actor.loss_agg_mode)
     except ValueError as error:
         raise ConfigError(f"actor.policy_loss: {error}") from error
+    require(
+        not requirements(POLICY_LOSSES.find(name)).whole_batch,
+        "actor.policy_loss.loss_mode",
+        name,
+        "the trainer does not choose tokens over a whole mini-batch yet; use another loss",
+    )
     return options
 
 
@@ -66,6 +83,7 @@ class _LogprobModel:
             logprobs, _ = token_logprobs(self.model, micro, self.config.rollout.temperature)
             if sequences:
                 result[packing.token_places(batch, sequences)] = logprobs.cpu()
+        reshard(self.model)
         return self.world.sum_tensor(result)
 
     @torch.no_grad()
@@ -89,13 +107,14 @@ class _LogprobModel:
         )
         temperature = self.config.rollout.temperature
         logprobs, _ = token_logprobs(self.model, sequence.to(self.world.device), temperature)
+        reshard(self.model)
         return logprobs.tolist()
 
     def _micro_batches(self, batch: MicroBatch) -> Iterator[tuple[list[int], MicroBatch]]:
         """This rank's micro-batches, on its device, and their sequences in `batch`.
 
-        Sequences without a trained token are left out. A rank with nothing in a slot gets one token that
-        does not train, so that all ranks meet in the same collectives.
+        Sequences without a trained token are left out. A rank with nothing in a slot gets one
+        token that does not train, so that all ranks meet in the same collectives.
         """
         kept = (packing.trained_per_sequence(batch) > 0).nonzero().squeeze(1).tolist()
         lengths = batch.lengths[kept].tolist()
@@ -138,8 +157,8 @@ class PolicyTrainer(_LogprobModel):
     def update(self, batch: MicroBatch) -> dict[str, float]:
         """Train on a whole step's batch: ppo_epochs x mini-batches, one optimizer step each.
 
-        The batch needs old_logprobs and advantages (and ref_logprobs under use_kl_loss), and is the same on
-        every rank, as are the metrics that are returned.
+        The batch needs old_logprobs and advantages (and ref_logprobs under use_kl_loss), and is
+        the same on every rank, as are the metrics that are returned.
         """
         rate = learning_rate(self.config.actor.optim, self.num_steps, self.total_steps)
         for group in self.optimizer.param_groups:
@@ -152,27 +171,23 @@ class PolicyTrainer(_LogprobModel):
         return totals.result(self.world) | {"actor/lr": rate}
 
     def save(
-        self, run_dir: Path, step: int, extra: dict[str, Any], *, max_to_keep: int | None = None
-    ) -> None:
-        """Write a checkpoint of `step` with `extra`; every rank takes part."""
-        checkpoint.save(
-            run_dir / "checkpoints",
-            step,
-            self.model,
-            self.optimizer,
-            {"num_steps": self.num_steps, **extra},
-            self.world,
-            max_to_keep=max_to_keep,
-        )
+        self, directory: Path, step: int, extra: dict[str, Any], *, max_to_keep: int | None = None
+    ) -> Path:
+        """Write a checkpoint; see `minirl.trainer.checkpoint.save`."""
+        extra = extra | {"num_updates": self.num_steps}
+        state = self.model, self.optimizer, extra, self.world
+        return checkpoint.save(directory, step, *state, max_to_keep=max_to_keep)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Go on from a checkpoint; return `{"step": ..., **extra}`."""
+        extra = checkpoint.load(path, self.model, self.optimizer, self.world)
+        self.num_steps = extra.pop("num_updates")
+        return extra
 
     def load_latest(self, run_dir: Path) -> dict[str, Any] | None:
-        """Go on from the newest checkpoint: its `step` and `extra`, or None when there is none."""
+        """Go on from the newest checkpoint of a run; None when there is none."""
         path = checkpoint.latest(run_dir / "checkpoints")
-        if path is None:
-            return None
-        state = checkpoint.load(path, self.model, self.optimizer, self.world)
-        self.num_steps = state["num_steps"]
-        return state
+        return None if path is None else self.load(path)
 
     def _optimizer_step(self, mini: MicroBatch, totals: "_Totals") -> None:
         trained = packing.trained_per_sequence(mini)
@@ -314,21 +329,12 @@ def gradient_norm(model: nn.Module) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
-    """How far trainer and engine disagree on the sampled tokens; all [N].
+def mismatch_metrics(batch: MicroBatch) -> dict[str, float]:
+    """How far old_logprobs and the engine's disagree on the sampled tokens of a step.
 
-    `rollout_probs_diff` is of |p_trainer - p_engine|. The two KL estimates are of
-    KL(engine || trainer) from the engine's samples: k1, and k3 (Schulman's note), in nats.
+    `training/rollout_probs_diff_*` and `rollout_corr/*`, of the whole batch.
     """
-    ours, theirs = logprobs[mask > 0], rollout_logprobs[mask > 0]
-    if not len(ours):
-        return {}
-    difference = (ours.exp() - theirs.exp()).abs()
-    x = (ours - theirs).clamp(-20, 20)
-    return {
-        "training/rollout_probs_diff_mean": float(difference.mean()),
-        "training/rollout_probs_diff_max": float(difference.max()),
-        "training/rollout_probs_diff_std": float(difference.std(correction=0)),
-        "rollout_corr/kl": float(-x.mean()),
-        "rollout_corr/k3_kl": float((x.exp() - 1 - x).mean()),
-    }
+    assert batch.old_logprobs is not None
+    pair = batch.old_logprobs, batch.rollout_logprobs, batch.response_mask
+    corrected = rollout_correction(*pair, sequence_ids=batch.sequence_ids)
+    return probs_diff_metrics(*pair) | corrected.metrics

@@ -129,10 +129,10 @@ class Without:
 
 
 async def test_a_tensor_that_is_not_sent_is_caught(pair: Pair) -> None:
-    await pair.sync_now()
-    batch, _ = await pair.differences()
-    await pair.update(batch)
     for name in ("model.layers.0.mlp.down_proj.weight", "model.norm.weight"):
+        await pair.sync_now()
+        batch, _ = await pair.differences()
+        await pair.update(batch)
         with pytest.raises(SyncError, match=r"max_logprob_diff=1e-05"):
             await pair.sync_now(Without(pair, name))
     assert await pair.sync_now() <= AGREEMENT

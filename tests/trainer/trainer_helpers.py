@@ -2,7 +2,8 @@
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,12 @@ def make_batch(num_groups: int = 4, group_size: int = 3, seed: int = 0) -> Micro
     return batch
 
 
-def alone(config: Config):
+@contextmanager
+def alone(config: Config) -> Iterator[Dist]:
     """A world of one in this process."""
-    return distributed(config)
+    with distributed(config) as world:
+        torch.set_num_threads(1)  # tests share the machine; threads that wait for each other crawl
+        yield world
 
 
 def spawn(test: Callable[[Dist, Config, Path], None], config: Config, folder: Path) -> None:
@@ -106,4 +110,5 @@ def _rank(
         "MASTER_PORT": str(port),
     }
     with distributed(config) as world:
+        torch.set_num_threads(1)
         test(world, config, folder)

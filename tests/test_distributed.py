@@ -1,0 +1,53 @@
+import pytest
+import torch.distributed
+
+from minirl.config import Config, ConfigError, ModelConfig, RolloutConfig, TrainerConfig
+from minirl.distributed import choose_device, distributed, place
+
+
+def config_for(tensor_parallel_size: int = 1) -> Config:
+    return Config(
+        model=ModelConfig(path="somewhere"),
+        rollout=RolloutConfig(tensor_parallel_size=tensor_parallel_size),
+        trainer=TrainerConfig(device="cpu"),
+    )
+
+
+def test_groups_of_neighbouring_ranks():
+    worlds = [
+        place(config_for(2), {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4"})
+        for rank in range(4)
+    ]
+    assert [w.group for w in worlds] == [0, 0, 1, 1]
+    assert [w.leader for w in worlds] == [0, 0, 2, 2]
+    assert [w.is_leader for w in worlds] == [True, False, True, False]
+    assert [w.is_main for w in worlds] == [True, False, False, False]
+    assert {w.num_groups for w in worlds} == {2}
+
+
+def test_a_size_that_does_not_divide_the_world_is_refused():
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: got 3.* the 4 ranks.*per-node 3"):
+        place(config_for(3), {"WORLD_SIZE": "4"})
+    with pytest.raises(ConfigError), distributed(config_for(2)):
+        pass
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_device_choice():
+    assert choose_device("auto", 0) == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"trainer\.device: got 'cuda'.*only 0 CUDA devices"):
+        choose_device("cuda", 0)
+
+
+def test_world_of_one_comes_and_goes():
+    for _ in range(2):
+        with distributed(config_for()) as world:
+            assert (world.rank, world.world_size, world.is_leader) == (0, 1, True)
+            assert world.sum_floats([1.5]) == [1.5]
+            assert world.gather_floats([1.5]) == [[1.5]]
+            world.barrier()
+        assert not torch.distributed.is_initialized()
+    with pytest.raises(RuntimeError, match="inside"), distributed(config_for()):
+        raise RuntimeError("inside")
+    assert not torch.distributed.is_initialized()

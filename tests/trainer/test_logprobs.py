@@ -1,0 +1,62 @@
+import pytest
+import torch
+from trainer_helpers import MODELS, make_batch
+from transformers import AutoModelForCausalLM
+
+from minirl.trainer import attention, logprobs
+from minirl.trainer.logprobs import token_logprobs
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(MODELS["qwen3"], attn_implementation=attention.NAME)
+
+
+def one_by_one(model, batch, temperature):
+    """The same by the textbook: each sequence alone, full log-softmax, shifted by one."""
+    expected, entropies = [], []
+    model.set_attn_implementation("eager")
+    for tokens in batch.tokens.split(batch.lengths.tolist()):
+        logp = torch.log_softmax(model(tokens[None]).logits[0] / temperature, dim=-1)
+        chosen = logp[:-1].gather(1, tokens[1:, None]).squeeze(1)
+        expected.append(torch.cat([torch.zeros(1), chosen]))
+        entropy = -(logp.exp() * logp).sum(-1)[:-1]
+        entropies.append(torch.cat([torch.zeros(1), entropy]))
+    model.set_attn_implementation(attention.NAME)
+    return torch.cat(expected) * batch.response_mask, torch.cat(entropies) * batch.response_mask
+
+
+@pytest.mark.parametrize("chunk", [2**26, 7 * 101])
+def test_equals_one_by_one(model, chunk, monkeypatch):
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk)
+    batch = make_batch()
+    expected, expected_entropy = one_by_one(model, batch, 0.7)
+    got, entropy = token_logprobs(model, batch, 0.7, entropy="grad")
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=1e-5)
+
+    weights = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1))
+    parameters = list(model.parameters())
+    mine = torch.autograd.grad(((got + 0.3 * entropy) * weights).sum(), parameters)
+    theirs = torch.autograd.grad(((expected + 0.3 * expected_entropy) * weights).sum(), parameters)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_only_predicting_positions_meet_the_head(model):
+    batch = make_batch()
+    rows = []
+    hook = model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
+    token_logprobs(model, batch, 1.0)
+    hook.remove()
+    assert rows == [int(batch.response_mask.sum())]
+
+
+def test_nothing_to_train_has_a_gradient_of_zeros(model):
+    batch = make_batch(num_groups=1)
+    batch.response_mask = torch.zeros_like(batch.response_mask)
+    got, _ = token_logprobs(model, batch, 1.0)
+    got.sum().backward()
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+    model.zero_grad()

@@ -1,0 +1,82 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trainer_helpers import make_batch
+
+from minirl.trainer import packing
+from minirl.types import TokenOutput, Trajectory
+
+LENGTHS = st.lists(st.integers(1, 90), max_size=60)
+
+
+def two_trajectories() -> list[Trajectory]:
+    first = Trajectory(prompt_ids=[1, 2])
+    first.append_sampled(TokenOutput(token_ids=[3], logprobs=[-0.5], finish_reason="stop"))
+    first.append_observation([4])
+    first.append_sampled(TokenOutput(token_ids=[5], logprobs=[-0.25], finish_reason="stop"))
+    second = Trajectory(prompt_ids=[6])
+    second.append_sampled(
+        TokenOutput(token_ids=[7, 8], logprobs=[-1.0, -2.0], finish_reason="stop")
+    )
+    return [first, second]
+
+
+def test_pack_puts_values_at_their_tokens():
+    batch = packing.pack(two_trajectories(), [[0.0, 0.0, 1.0], [0.0, -1.0]], [4, 4])
+    assert batch.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert batch.sequence_ids.tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
+    assert batch.response_mask.tolist() == [0, 0, 1, 0, 1, 0, 1, 1]
+    assert batch.rollout_logprobs.tolist() == [0, 0, -0.5, 0, -0.25, 0, -1, -2]
+    assert batch.token_rewards.tolist() == [0, 0, 0, 0, 1, 0, 0, -1]
+    assert batch.lengths.tolist() == [5, 3]
+    assert batch.prompt_lengths.tolist() == [2, 1]
+    assert batch.group_ids.tolist() == [4, 4]
+
+
+def test_a_trajectory_that_must_not_train_keeps_its_place():
+    batch = packing.pack(two_trajectories(), [[0.0] * 3, [0.0] * 2], [0, 0], trains=[False, True])
+    assert batch.response_mask.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert packing.trained_per_sequence(batch).tolist() == [0, 2]
+
+
+def test_pack_refuses_rewards_of_another_length():
+    with pytest.raises(ValueError, match="2 rewards for 3 response tokens"):
+        packing.pack(two_trajectories(), [[0.0] * 2, [0.0] * 2], [0, 0])
+
+
+def test_rows_and_back():
+    batch = packing.pack(two_trajectories(), [[0.0, 0.0, 1.0], [0.0, -1.0]], [0, 1])
+    rows = packing.to_rows(batch, "token_rewards")
+    assert rows.tolist() == [[0, 0, 1], [0, -1, 0]]
+    assert torch.equal(packing.from_rows(batch, rows), batch.token_rewards)
+    big = make_batch()
+    assert torch.equal(packing.from_rows(big, packing.to_rows(big, "advantages")), big.advantages)
+
+
+def test_mini_batches_keep_groups_together():
+    batch = make_batch(num_groups=3, group_size=2)
+    batch.group_ids = torch.tensor([7, 7, 5, 5, 9, 9])
+    assert packing.mini_batches(batch, 2) == [[0, 1, 2, 3], [4, 5]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 100))
+def test_plan_covers_everything_within_the_budget(lengths, num_ranks, max_tokens):
+    ranks = packing.plan(lengths, num_ranks, max_tokens)
+    assert len(ranks) == num_ranks
+    assert len({len(slots) for slots in ranks}) == 1
+    slots = [members for rank in ranks for members in rank]
+    assert sorted(s for members in slots for s in members) == list(range(len(lengths)))
+    for members in slots:
+        assert len(members) <= 1 or sum(lengths[s] for s in members) <= max_tokens
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=60), st.integers(1, 4))
+def test_plan_is_balanced(lengths, num_ranks):
+    """Within a slot that has room, no two ranks differ by more than one sequence's cost."""
+    (slot,) = zip(*packing.plan(lengths, num_ranks, sum(lengths)), strict=True)
+    costs = [sum(packing.cost(lengths[s]) for s in members) for members in slot]
+    assert max(costs) - min(costs) <= packing.cost(max(lengths)) + 1e-6

@@ -1,0 +1,116 @@
+"""Everything that needs two ranks, in one start of two processes."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from trainer_helpers import alone, make_batch, make_config, save_model, spawn
+from transformers import AutoModelForCausalLM
+
+from minirl.config import Config, OptimConfig
+from minirl.distributed import Dist
+from minirl.trainer import checkpoint
+from minirl.trainer.fsdp import WeightBuckets
+from minirl.trainer.policy import PolicyTrainer
+from minirl.types import MicroBatch
+
+
+def work(world: Dist, config: Config, folder: Path) -> None:
+    """Two steps, the second on a batch that leaves rank 1 idle, a checkpoint after the first."""
+    trainer = PolicyTrainer(config, world)
+    results = []
+    for step, (groups, size) in enumerate([(4, 3), (1, 1)]):
+        batch = world.broadcast_batch(make_batch(groups, size) if world.is_main else None)
+        for f in fields(MicroBatch):
+            mine, sent = getattr(batch, f.name), getattr(make_batch(groups, size), f.name)
+            assert (mine is None and sent is None) or torch.equal(mine, sent), f.name
+        batch.old_logprobs = trainer.compute_logprobs(batch)
+        metrics = trainer.update(batch)
+        full = {name: t.clone() for bucket in trainer.weights for name, t in bucket}
+        results.append((batch.old_logprobs, metrics, full, trainer.score([5, 6, 7])))
+        if step == 0:
+            trainer.save(folder / f"from_{world.world_size}", 1, {})
+    torch.save(results, folder / f"results_{world.world_size}_{world.rank}.pt")
+    if world.world_size == 2:
+        check_collectives(world)
+        check_buckets(trainer)
+        checkpoint.export_hf(trainer.model, Path(config.model.path), folder / "hf", torch.float32)
+        trainer.load(folder / "from_1" / "step_000001")
+        weights = {name: t for bucket in trainer.weights for name, t in bucket}
+        torch.save({n: t.clone() for n, t in weights.items()}, folder / f"loaded_{world.rank}.pt")
+
+
+def check_collectives(world: Dist) -> None:
+    assert world.sum_floats([1.0, float(world.rank)]) == [2.0, 1.0]
+    assert world.gather_floats([0.5, float(world.rank)]) == [[0.5, 0.0], [0.5, 1.0]]
+
+
+def check_buckets(trainer: PolicyTrainer) -> None:
+    """Any bucket size and type gives full_tensor(), with 101 rows over two ranks, in HF's names."""
+    full = {n: p.full_tensor() for n, p in trainer.model.named_parameters()}
+    assert all(isinstance(p, DTensor) for p in trainer.model.parameters())
+    assert full["model.embed_tokens.weight"].shape[0] % 2 == 1
+    for max_bytes in (1, 5000, 10**9):
+        for dtype in (torch.float32, torch.bfloat16):
+            buckets = WeightBuckets(trainer.model, max_bytes, dtype)
+            for _ in range(2):
+                seen = []
+                for bucket in buckets:
+                    sizes = [t.numel() * t.element_size() for _, t in bucket]
+                    assert len(sizes) == 1 or sum(sizes) <= max_bytes
+                    for name, tensor in bucket:
+                        assert torch.equal(tensor, full[name].to(dtype)), name
+                        seen.append(name)
+                assert seen == list(full)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_tied"])
+def results(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    config = make_config(
+        save_model(folder / "model", request.param), optim=OptimConfig(lr=1e-3, eps=1e-3)
+    )
+    with alone(config) as world:
+        work(world, config, folder)
+    spawn(work, config, folder)
+    return folder
+
+
+def test_two_ranks_train_like_one(results):
+    one, *two = (torch.load(results / f"results_{name}.pt") for name in ("1_0", "2_0", "2_1"))
+    for alone_step, *ranks in zip(one, *two, strict=True):
+        for logprobs, metrics, weights, score in ranks:
+            torch.testing.assert_close(logprobs, alone_step[0], atol=1e-5, rtol=1e-5)
+            assert metrics == pytest.approx(alone_step[1], rel=1e-5, abs=1e-7)
+            torch.testing.assert_close(weights, alone_step[2], atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(score, alone_step[3], atol=1e-5, rtol=1e-5)
+        assert ranks[0][1] == ranks[1][1]
+
+
+def test_tied_weights_come_once(results):
+    weights = torch.load(results / "results_2_0.pt")[0][2]
+    assert ("lm_head.weight" in weights) == ("tied" not in results.name)
+    assert "model.embed_tokens.weight" in weights
+
+
+def test_checkpoints_move_between_one_and_two_ranks(results):
+    after_first = torch.load(results / "results_1_0.pt")[0][2]
+    for rank in range(2):
+        loaded = torch.load(results / f"loaded_{rank}.pt")
+        assert all(torch.equal(loaded[name], after_first[name]) for name in after_first)
+    config = make_config(results / "model")
+    with alone(replace(config)) as world:
+        trainer = PolicyTrainer(config, world)
+        assert trainer.load(results / "from_2" / "step_000001") == {"step": 1}
+        mine = {name: t for bucket in trainer.weights for name, t in bucket}
+    torch.testing.assert_close(mine, torch.load(results / "results_2_0.pt")[0][2])
+
+
+def test_export_from_two_ranks_loads_in_transformers(results):
+    exported = AutoModelForCausalLM.from_pretrained(results / "hf")
+    assert exported.config.architectures == ["Qwen3ForCausalLM"]
+    weights = torch.load(results / "results_2_0.pt")[-1][2]
+    for name, parameter in exported.named_parameters():
+        assert torch.equal(parameter, weights[name])
