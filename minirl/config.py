@@ -1,4 +1,4 @@
-"""The whole configuration: dataclasses are the schema; YAML files merge left to right, then `key=value`.
+"""The whole configuration: dataclasses are the schema; YAML files merge, then `key=value` pairs.
 
 Leaf names are verl's where the knob is the same. A feature that is off is a section that is null.
 """

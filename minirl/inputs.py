@@ -1,4 +1,4 @@
-"""What the user gives, read and checked on rank 0 in seconds, before an engine or a trainer starts."""
+"""What the user gives: read and checked on rank 0 in seconds, before an engine starts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ def read_inputs(config: Config, *, training: bool = True) -> Inputs:
     """Read everything that the config names.
 
     Raises:
-        ConfigError: with the place, the value and the remedy, for the first thing that cannot be used.
+        ConfigError: place, value and remedy of the first thing that cannot be used.
     """
     check_vllm()
     check_model(config.model, config.max_model_len)

@@ -1,4 +1,4 @@
-"""How a command begins and ends: one event loop, signals, one readable reason, the right exit status.
+"""How a command begins and ends: event loop, signals, one readable reason, exit status.
 
 0 done    1 failed    2 bad input    130 Ctrl-C    143 SIGTERM
 """
@@ -33,7 +33,7 @@ class StoppedBySignal(Exception):
 
 
 class TrainerThread:
-    """The one thread in which training steps and collectives run, in the order they were asked for."""
+    """The one thread in which training steps and collectives run, in the order of the calls."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
@@ -128,8 +128,8 @@ def _first_cause(error: BaseException) -> BaseException:
 def _fail(error: BaseException) -> NoReturn:
     """Say why, once for all ranks, and end at once.
 
-    Not by sys.exit: that waits for the trainer thread, which may wait for a rank that is dead. Engine
-    processes that were still starting are killed; their workers follow them.
+    Not by sys.exit: that waits for the trainer thread, which may wait for a rank that is dead.
+    Engine processes that were still starting are killed; their workers follow them.
     """
     status, words = 1, f"{type(error).__name__}: {error}"
     if isinstance(error, ConfigError):

@@ -12,7 +12,7 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from minirl.agent_loop import AgentLoopContext
-from minirl.config import Config, to_yaml
+from minirl.config import Config
 from minirl.distributed import Dist, distributed
 from minirl.inputs import Inputs, read_inputs
 from minirl.launch import SOCKETS, TrainerThread
@@ -42,7 +42,7 @@ class Run:
 
 @asynccontextmanager
 async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Run]:
-    """Check the inputs, join the world, start engine and trainer side by side; close all at the end."""
+    """Check the inputs, join the world, start engine and trainer at once; in the end close all."""
     is_main = int(os.environ.get("RANK", 0)) == 0
     disable_progress_bar()
     inputs = read_inputs(config, training=training) if is_main else None

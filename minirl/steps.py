@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any, Self
+from typing import Self
 
 from torch import Tensor
 
@@ -53,7 +53,7 @@ class Steps:
         self._stack.close()
 
     async def start(self) -> None:
-        """Agree on the number of steps, resume from a checkpoint, and put up display and trackers."""
+        """Agree on the number of steps, resume from a checkpoint, open display and trackers."""
         run, trainer = self._run, self._config.trainer
         if run.inputs:
             data = self._config.data
@@ -110,11 +110,8 @@ class Steps:
         return await self._run.on_trainer(self._run.world.broadcast_batch, batch)
 
     async def compute_logprobs(self, batch: MicroBatch) -> Tensor:
-        """The policy's log-probabilities at the start of the step [N], and how the engine's differ."""
-        logprobs = await self._run.on_trainer(self._run.policy.compute_logprobs, batch)
-        mismatch = mismatch_metrics(logprobs, batch.rollout_logprobs, batch.response_mask)
-        self._metrics.update(mismatch, reduce="last")
-        return logprobs
+        """The policy's log-probabilities at the start of the step [N]."""
+        return await self._run.on_trainer(self._run.policy.compute_logprobs, batch)
 
     async def compute_ref_logprobs(self, batch: MicroBatch) -> Tensor:
         """The reference policy's log-probabilities [N]."""
@@ -123,6 +120,7 @@ class Steps:
 
     async def compute_advantages(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Advantages and returns [N]: a function of the batch alone, the same on every rank."""
+        self._metrics.update(mismatch_metrics(batch), reduce="last")
         algorithm = self._config.algorithm
         known = option_names(ADV_ESTIMATORS.find(algorithm.adv_estimator))
         options = {k: v for k, v in vars(algorithm).items() if k in known} | algorithm.options
@@ -158,7 +156,7 @@ class Steps:
         return metrics
 
     def due(self, every: int) -> bool:
-        """Whether something is to be done after this step: every so many steps, and after the last."""
+        """Whether this step is one of `every` so many, or the last."""
         return every > 0 and (self.number % every == 0 or self.number == self.total)
 
     async def save(self) -> None:

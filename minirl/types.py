@@ -146,9 +146,9 @@ class MicroBatch:
         sequence_ids  =  0  0  0  0  0  1  1  1
         response_mask =  0  0  m  m  m  0  m  m
 
-    Every per-token value (log-probability, advantage, ...) stands at the token it belongs to: the one
-    that was sampled, not the position whose logits predicted it. The batch of a whole step is one
-    MicroBatch too; `select` cuts it.
+    Every per-token value (log-probability, advantage, ...) stands at the token it belongs to: the
+    one that was sampled, not the position whose logits predicted it. The batch of a whole step is
+    one MicroBatch too; `select` cuts it.
     """
 
     tokens: Tensor  # [T] int64
@@ -194,8 +194,11 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Every tensor on `device`."""
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return MicroBatch(**{k: v if v is None else v.to(device) for k, v in values.items()})
+        moved: dict[str, Any] = {
+            f.name: None if (value := getattr(self, f.name)) is None else value.to(device)
+            for f in fields(self)
+        }
+        return MicroBatch(**moved)
 
 
 PER_SEQUENCE = frozenset({"lengths", "prompt_lengths", "group_ids"})

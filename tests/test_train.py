@@ -119,7 +119,7 @@ class Training:
 
     def leaves_nothing(self, processes: list[psutil.Process]) -> str:
         """Assert that all ends in time and nothing stays; return what was printed."""
-        gone, alive = psutil.wait_procs([*processes, psutil.Process(self.process.pid)], END_S)
+        _, alive = psutil.wait_procs([*processes, psutil.Process(self.process.pid)], END_S)
         printed = self.process.communicate()[0]
         assert not alive, printed
         assert set(os.listdir("/dev/shm")) <= self.shared_before
@@ -239,8 +239,8 @@ def test_one_engine_over_two_ranks_and_an_exception_on_rank_1(project: Path) -> 
 
 def test_an_exception_on_rank_1_ends_every_rank(project: Path) -> None:
     training = Training(
-        project, "failing", "actor.policy_loss.loss_mode=planted:fails_on_rank_1", ranks=2,
-        *["rollout.tensor_parallel_size=2"],
+        project, "failing", "actor.policy_loss.loss_mode=planted:fails_on_rank_1",
+        "rollout.tensor_parallel_size=2", ranks=2,
     )  # fmt: skip
     processes = training.wait_for_step(0)
     started = time.monotonic()

@@ -12,6 +12,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -52,12 +53,25 @@ class ServerStats(msgspec.Struct, kw_only=True):
 class AsyncServerBase(ABC):
     """One inference server. `async with` starts and ends it.
 
+    `device_ids` are the CUDA devices of its workers, as many as `rollout.tensor_parallel_size`;
+    None on a CPU, where each worker computes with `num_threads`.
+
     An implementation raises EngineLostError when its engine is dead and RequestRefusedError when a
     request cannot be served as it is.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        log_file: Path,
+        device_ids: list[int] | None = None,
+        num_threads: int = 1,
+    ) -> None:
         self.config = config
+        self.log_file = log_file
+        self.device_ids = device_ids
+        self.num_threads = num_threads
 
     @abstractmethod
     async def __aenter__(self) -> Self: ...

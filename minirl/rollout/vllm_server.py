@@ -45,9 +45,7 @@ def check_vllm() -> None:
 class VLLMServer(AsyncServerBase):
     """One vLLM engine.
 
-    `device_ids` are the CUDA devices that its workers use, as many as
-    `rollout.tensor_parallel_size`; None on a CPU, where each worker computes with `num_threads`.
-    What the engine and its processes print goes to `log_file`.
+    What it and its processes print goes to the log file. On a CPU there is nothing to put to sleep.
     """
 
     def __init__(
@@ -58,10 +56,7 @@ class VLLMServer(AsyncServerBase):
         device_ids: list[int] | None = None,
         num_threads: int = 1,
     ) -> None:
-        super().__init__(config)
-        self._log_file = log_file
-        self._device_ids = device_ids
-        self._num_threads = num_threads
+        super().__init__(config, log_file=log_file, device_ids=device_ids, num_threads=num_threads)
         self._asleep = False
         self._version = 0
         self._stats = ServerStats()
@@ -77,9 +72,9 @@ class VLLMServer(AsyncServerBase):
         await asyncio.to_thread(engine.shutdown, SHUTDOWN_S)
 
     def _start(self) -> None:
-        self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        _log_to_file("vllm", self._log_file)
-        with _environment(self._child_environment()), _children_print_to(self._log_file):
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        _log_to_file("vllm", self.log_file)
+        with _environment(self._child_environment()), _children_print_to(self.log_file):
             from vllm.config import WeightTransferConfig
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -97,7 +92,7 @@ class VLLMServer(AsyncServerBase):
         rollout, model = self.config.rollout, self.config.model
         on_device = (
             {"kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gb * 2**30), "block_size": 32}
-            if self._device_ids is None
+            if self.device_ids is None
             else {
                 "gpu_memory_utilization": rollout.gpu_memory_utilization,
                 "enable_sleep_mode": rollout.free_cache_engine,
@@ -127,12 +122,12 @@ class VLLMServer(AsyncServerBase):
 
     def _child_environment(self) -> dict[str, str]:
         shared = {"PYTHONWARNINGS": "ignore", "VLLM_CONFIGURE_LOGGING": "0"}
-        if self._device_ids is None:
+        if self.device_ids is None:
             return shared | {
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "OMP_NUM_THREADS": str(self._num_threads),
+                "OMP_NUM_THREADS": str(self.num_threads),
             }
-        return shared | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._device_ids))}
+        return shared | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.device_ids))}
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str
@@ -163,15 +158,13 @@ class VLLMServer(AsyncServerBase):
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            prompt = {"type": "token", "prompt_token_ids": prompt_ids}
-            final = None
-            async for final in self._engine.generate(prompt, params, request_id):
-                pass
+            prompt: Any = {"type": "token", "prompt_token_ids": prompt_ids}
+            outputs = [o async for o in self._engine.generate(prompt, params, request_id)]
         except EngineDeadError as error:
             raise EngineLostError(f"the vLLM engine died ({error})") from error
         except (TypeError, ValueError, VLLMValidationError) as error:
             raise RequestRefusedError(str(error)) from error
-        return final
+        return outputs[-1]
 
     def _to_tokens(self, final: Any) -> TokenOutput:
         output = final.outputs[0]
@@ -204,7 +197,7 @@ class VLLMServer(AsyncServerBase):
 
     async def sleep(self, level: int = 1) -> None:
         """See AsyncServerBase; vLLM's CPU build has nothing to free."""
-        if self._device_ids is not None and self.config.rollout.free_cache_engine:
+        if self.device_ids is not None and self.config.rollout.free_cache_engine:
             await self._engine.sleep(level)
             self._asleep = True
 
@@ -273,7 +266,7 @@ def _log_to_file(name: str, path: Path) -> None:
 
 @contextmanager
 def _children_print_to(path: Path) -> Iterator[None]:
-    """Processes that are started inside inherit `path` as stdout and stderr; this one keeps its own."""
+    """Processes started inside have `path` as stdout and stderr; this one keeps its own."""
     python_streams = sys.stdout, sys.stderr
     for stream in python_streams:
         stream.flush()

@@ -1,4 +1,4 @@
-"""One weight sync: the trainer's weights into this group's engine, and the proof that they are there."""
+"""The trainer's weights into this group's engine, and the proof that they are there."""
 
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ class SyncError(RuntimeError):
 
 
 class WeightSync:
-    """Every rank makes one and calls it with the others; `server` is None but on a group's leader."""
+    """Every rank makes one and calls it with the others; only a group's leader has a `server`."""
 
     def __init__(
         self,

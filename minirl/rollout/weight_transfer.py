@@ -1,4 +1,4 @@
-"""How weights travel from the trainer into vLLM's workers: shared memory on a CPU, CUDA IPC on a GPU.
+"""How weights reach vLLM's workers: through shared memory on a CPU, CUDA IPC on a GPU.
 
 The trainer writes a bucket of full tensors into one flat buffer; every worker of the engine maps
 the same bytes and loads from them. The buffer is made once and used for every bucket of every sync.
@@ -169,9 +169,8 @@ class MinirlTransfer(WeightTransferEngine[MinirlInitInfo, MinirlUpdateInfo]):
         """
         dtypes = [getattr(torch, name) for name in update_info.dtypes]
         parts = zip(update_info.names, update_info.offsets, dtypes, update_info.shapes, strict=True)
-        self.model.load_weights(
-            [(name, _view(self.flat, offset, dtype, shape)) for name, offset, dtype, shape in parts]
-        )
+        load: Any = self.model.load_weights  # every vLLM model has it, nn.Module does not
+        load([(name, _view(self.flat, at, dtype, shape)) for name, at, dtype, shape in parts])
 
     def finish_weight_update(self) -> None:
         """Put the new weights in place."""

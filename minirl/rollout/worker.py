@@ -19,7 +19,7 @@ class SampleRequest:
     row: Mapping[str, Any]
     sample_index: int
     seed: int
-    """Derived from trainer.seed, step, the prompt's uid and the sample index; turns derive theirs."""
+    """Of trainer.seed, step, the prompt's uid and the sample index; turns derive theirs from it."""
     sampling_params: Mapping[str, Any]
 
 

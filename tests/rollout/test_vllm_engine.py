@@ -1,7 +1,7 @@
-"""The real engine beside the real trainer: sampling, the service, and weight sync with its proof."""
+"""The real engine beside the real trainer: sampling, the service, weight sync and its proof."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,8 +161,7 @@ async def test_a_wrong_temperature_is_caught_by_probe_and_metric(pair: Pair) -> 
         await sync.check(pair.policy.score, seed=1)
 
     def mean_difference(batch: MicroBatch) -> float:
-        assert batch.old_logprobs is not None
-        metrics = mismatch_metrics(batch.old_logprobs, batch.rollout_logprobs, batch.response_mask)
+        metrics = mismatch_metrics(batch)
         return metrics["training/rollout_probs_diff_mean"]
 
     right, _ = await pair.differences()
@@ -200,17 +199,22 @@ async def test_finish_reasons_and_cached_tokens(pair: Pair) -> None:
     assert ended.num_cached_tokens >= 64  # whole blocks of the 100 tokens
 
 
+async def until(pair: Pair, condition: Callable[[int], bool]) -> None:
+    for _ in range(10_000):
+        if condition((await pair.client.stats()).num_running):
+            return
+    raise AssertionError("the engine did not get there")
+
+
 async def test_a_cancelled_call_is_aborted_in_the_engine(pair: Pair) -> None:
     before = await pair.client.stats()
     params = {"temperature": 1.0, "max_tokens": 200, "ignore_eos": True}
     call = asyncio.create_task(pair.client.generate([5] * 40, params, "cancelled"))
-    while (await pair.client.stats()).num_running == 0:
-        await asyncio.sleep(0.001)
+    await until(pair, lambda running: running > 0)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    while (await pair.client.stats()).num_running:
-        await asyncio.sleep(0.001)
+    await until(pair, lambda running: running == 0)
     after = await pair.client.stats()
     assert after.generated_tokens - before.generated_tokens < 200
 
