@@ -170,8 +170,7 @@ def _rows_per_rank(parameter: DTensor) -> int:
 def _read_weights(path: str, model: ModelConfig) -> PreTrainedModel:
     disable_progress_bar()  # it would draw over the run's own display
     try:
-        loaded: Any  # transformers' types do not know output_loading_info
-        loaded, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+        pair: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=torch.float32,
             attn_implementation=attention.NAME,
@@ -180,6 +179,7 @@ def _read_weights(path: str, model: ModelConfig) -> PreTrainedModel:
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"model.path: {path!r} cannot be loaded: {_first_line(error)}") from error
+    loaded, info = pair
     if missing := sorted(info["missing_keys"]):  # transformers warns, and draws them at random
         raise ConfigError(
             f"model.path: {path!r} lacks {len(missing)} weights of its config.json, such as "

@@ -16,7 +16,6 @@ from minirl.trainer.fsdp import WeightBuckets
 from minirl.trainer.policy import PolicyTrainer
 from minirl.types import MicroBatch
 
-
 MODELS = ["qwen3", "qwen3_tied"]
 
 
