@@ -139,8 +139,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Packing, float | None], Tensor]
 
 @cache
 def varlen_kernel(device_type: str, dtype: torch.dtype) -> Kernel | None:
-    """The fused kernel for [T, heads, D] on this device: torch's, flash_attn's, or None (padded
-    rows)."""
+    """The fused kernel on this device: flash_attn's, torch's, or None for padded rows."""
     kernel, name = None, "padded rows"
     if device_type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         if importlib.util.find_spec("flash_attn"):

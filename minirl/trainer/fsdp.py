@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.utils.logging import disable_progress_bar
 
 from minirl.config import ConfigError, ModelConfig
 from minirl.distributed import Dist
@@ -168,15 +170,24 @@ def _rows_per_rank(parameter: DTensor) -> int:
 
 
 def _read_weights(path: str, model: ModelConfig) -> PreTrainedModel:
+    disable_progress_bar()  # it would draw over the run's own display
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        pair: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=torch.float32,
             attn_implementation=attention.NAME,
             trust_remote_code=model.trust_remote_code,
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"model.path: {path!r} cannot be loaded: {_first_line(error)}") from error
+    loaded, info = pair
+    if missing := sorted(info["missing_keys"]):  # transformers warns, and draws them at random
+        raise ConfigError(
+            f"model.path: {path!r} lacks {len(missing)} weights of its config.json, such as "
+            f"{missing[0]}; save it again with save_pretrained, or finish its download"
+        )
+    return loaded
 
 
 Bucket = list[tuple[str, Any]]

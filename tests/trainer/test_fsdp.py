@@ -1,5 +1,6 @@
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from trainer_helpers import MODELS, alone, make_config, save_model
 
 from minirl.config import ConfigError, ModelConfig
@@ -35,6 +36,18 @@ def test_broken_weights_are_refused(folder, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\x08")
     config = make_config(tmp_path)
     with alone(config) as world, pytest.raises(ConfigError, match="cannot be loaded"):
+        load_model(str(tmp_path), config.model, world)
+
+
+def test_a_weight_that_is_missing_is_not_drawn_at_random(folder, tmp_path):
+    config = make_config(save_model(tmp_path))
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with (
+        alone(config) as world,
+        pytest.raises(ConfigError, match=r"lacks 1 weights .* such as model\.norm\.weight"),
+    ):
         load_model(str(tmp_path), config.model, world)
 
 

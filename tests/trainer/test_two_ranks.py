@@ -9,12 +9,20 @@ from torch.distributed.tensor import DTensor
 from trainer_helpers import alone, make_batch, make_config, save_model, spawn
 from transformers import AutoModelForCausalLM
 
-from minirl.config import Config, OptimConfig
+from minirl.config import Config, ModelConfig, OptimConfig
 from minirl.distributed import Dist
 from minirl.trainer import checkpoint
 from minirl.trainer.fsdp import WeightBuckets
 from minirl.trainer.policy import PolicyTrainer
 from minirl.types import MicroBatch
+
+MODELS = ["qwen3", "qwen3_tied"]
+
+
+def work_on_all(world: Dist, config: Config, folder: Path) -> None:
+    for name in MODELS:
+        model = ModelConfig(path=str(folder / name / "model"))
+        work(world, replace(config, model=model), folder / name)
 
 
 def work(world: Dist, config: Config, folder: Path) -> None:
@@ -66,16 +74,21 @@ def check_buckets(trainer: PolicyTrainer) -> None:
                 assert seen == list(full)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_tied"])
-def results(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    config = make_config(
-        save_model(folder / "model", request.param), optim=OptimConfig(lr=1e-3, eps=1e-3)
-    )
+@pytest.fixture(scope="module")
+def all_results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for name in MODELS:
+        save_model(folder / name / "model", name)
+    config = make_config(folder, optim=OptimConfig(lr=1e-3, eps=1e-3))
     with alone(config) as world:
-        work(world, config, folder)
-    spawn(work, config, folder)
+        work_on_all(world, config, folder)
+    spawn(work_on_all, config, folder)
     return folder
+
+
+@pytest.fixture(params=MODELS)
+def results(request, all_results):
+    return all_results / request.param
 
 
 def test_two_ranks_train_like_one(results):
@@ -101,7 +114,7 @@ def test_checkpoints_move_between_one_and_two_ranks(results):
         loaded = torch.load(results / f"loaded_{rank}.pt")
         assert all(torch.equal(loaded[name], after_first[name]) for name in after_first)
     config = make_config(results / "model")
-    with alone(replace(config)) as world:
+    with alone(config) as world:
         trainer = PolicyTrainer(config, world)
         assert trainer.load(results / "from_2" / "step_000001") == {"step": 1}
         mine = {name: t for bucket in trainer.weights for name, t in bucket}
