@@ -32,6 +32,7 @@ class Run:
 
     config: Config
     world: Dist
+    total_steps: int
     on_trainer: TrainerThread
     policy: PolicyTrainer
     reference: ReferencePolicy | None
@@ -53,8 +54,9 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
         stack.enter_context(_logging(log_file))
         SOCKETS.join(await on_trainer(world.broadcast_text, SOCKETS.make() if is_main else ""))
         addresses = [f"ipc://{SOCKETS.path}/engine_{group}" for group in range(world.num_groups)]
+        total_steps = await on_trainer(_total_steps, config, world, inputs)
         async with asyncio.TaskGroup() as starting:
-            loading = starting.create_task(on_trainer(_load, config, world))
+            loading = starting.create_task(on_trainer(_load, config, world, total_steps))
             server = await _start_engine(config, world, stack) if world.is_leader else None
         policy, reference = loading.result()
         if server:
@@ -66,6 +68,7 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
         yield Run(
             config=config,
             world=world,
+            total_steps=total_steps,
             on_trainer=on_trainer,
             policy=policy,
             reference=reference,
@@ -75,8 +78,17 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
         )
 
 
-def _load(config: Config, world: Dist) -> tuple[PolicyTrainer, ReferencePolicy | None]:
-    policy = PolicyTrainer(config, world)
+def _total_steps(config: Config, world: Dist, inputs: Inputs | None) -> int:
+    """Steps of the run, the same on every rank; 0 when it does not train."""
+    batches = len(inputs.train_rows) // config.data.train_batch_size if inputs else 0
+    (per_epoch,) = world.sum_floats([batches])  # only rank 0 has rows
+    return config.trainer.total_training_steps or int(per_epoch) * config.trainer.total_epochs
+
+
+def _load(
+    config: Config, world: Dist, total_steps: int
+) -> tuple[PolicyTrainer, ReferencePolicy | None]:
+    policy = PolicyTrainer(config, world, total_steps)
     return policy, ReferencePolicy(config, world) if config.ref else None
 
 

@@ -43,8 +43,7 @@ class Steps:
         self._stack = ExitStack()
         self.number = 0
         """Of the step at work; 0 before the first."""
-        self.total = 0
-        self._weight_version = 0
+        self.total = run.total_steps
 
     def __enter__(self) -> Self:
         return self
@@ -53,7 +52,7 @@ class Steps:
         self._stack.close()
 
     async def start(self) -> None:
-        """Agree on the number of steps, resume from a checkpoint, open display and trackers."""
+        """Resume from a checkpoint where there is one; open display and trackers."""
         run, trainer = self._run, self._config.trainer
         if run.inputs:
             data = self._config.data
@@ -63,8 +62,6 @@ class Steps:
                 seed=trainer.seed,
                 shuffle=data.shuffle,
             )
-        self.total = trainer.total_training_steps or await self._steps_of_all_epochs()
-        run.policy.total_steps = self.total
         resumed = await run.on_trainer(self._load_checkpoint)
         if run.inputs:
             self._open_trackers(resumed)
@@ -206,12 +203,6 @@ class Steps:
             [index for index, _ in members],
             [t.termination not in masked for _, t in members],
         )
-
-    async def _steps_of_all_epochs(self) -> int:
-        run = self._run
-        per_epoch = float(self._loader.num_batches) if run.inputs else 0.0
-        (batches,) = await run.on_trainer(run.world.sum_floats, [per_epoch])
-        return int(batches) * self._config.trainer.total_epochs
 
     def _load_checkpoint(self) -> int | None:
         """Go on from the latest checkpoint, if there is one; its step, or None."""

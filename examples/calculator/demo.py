@@ -36,7 +36,9 @@ def main() -> None:
         overrides = [f"trainer.experiment_name={name}", *data, *arguments.overrides]
         summary = _train(run_dir, arguments.ranks, overrides)
         summary["prepare_seconds"] = round(prepare_seconds, 1)
-        learning_curve(run_dir, run_dir / "learning_curve.png", title="Arithmetic with a calculator")
+        learning_curve(
+            run_dir, run_dir / "learning_curve.png", title="Arithmetic with a calculator"
+        )
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     _report(run_dir, json.loads((run_dir / "summary.json").read_text()))
 
