@@ -253,7 +253,7 @@ class SyncCheckConfig:
     max_logprob_diff: float = 0.02
     """Largest mean |difference| of log-probabilities on the probe; 1e-4 is right for float32."""
     probe_length: int = 32
-    """Tokens of the probe."""
+    """Tokens that the engine samples; the prompt is twice as long, to fill blocks of its cache."""
 
     def __post_init__(self) -> None:
         _positive("rollout.sync_check", self, "max_logprob_diff", "probe_length")
@@ -429,6 +429,13 @@ class Config:
         if self.actor.use_kl_loss and self.ref is None:
             remedy = "actor.use_kl_loss=true needs a reference policy; write `ref: {}`"
             raise ConfigError(f"ref: got null, but {remedy}")
+        if check := self.rollout.sync_check:
+            require(
+                3 * check.probe_length < self.max_model_len,
+                "rollout.sync_check.probe_length",
+                check.probe_length,
+                f"three times as many tokens must fit into the {self.max_model_len} of the engine",
+            )
         mini = self.mini_batch_size
         require(
             self.data.train_batch_size % mini == 0,

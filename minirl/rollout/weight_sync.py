@@ -81,9 +81,9 @@ class WeightSync:
         assert check is not None
         length = check.probe_length
         numbers = random.Random(0)
-        prompt = [numbers.randrange(self._vocab_size) for _ in range(length)]
+        prompt = [numbers.randrange(self._vocab_size) for _ in range(2 * length + 1)]
         sampled, ours = await self._sample(prompt, length, seed)
-        theirs = (await self._on_trainer(score, prompt + sampled))[length:]
+        theirs = (await self._on_trainer(score, prompt + sampled))[len(prompt) :]
         if self._server is None:
             return 0.0
         difference = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / length
