@@ -72,9 +72,9 @@ def ramble(question: Question, random: Random) -> Messages:
 
 
 HABITS: dict[Callable[[Question, Random], Messages], float] = {
-    solve: 0.35,
-    guess: 0.25,
-    ramble: 0.4,
+    solve: 0.25,
+    guess: 0.2,
+    ramble: 0.55,
 }
 """Share of each in the warm-up conversations."""
 
