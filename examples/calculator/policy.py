@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -23,7 +24,7 @@ MATRIX_LR = 0.03
 OTHER_LR = 6e-3
 
 
-def build_tokenizer(tools: list[dict], random: Random) -> PreTrainedTokenizerFast:
+def build_tokenizer(tools: list[Any], random: Random) -> PreTrainedTokenizerFast:
     """Byte-level BPE over rendered conversations, so that what never changes is few tokens.
 
     Digits stay single and a line ends a token; nothing else is split, so a token may span words.
@@ -78,7 +79,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
 def warm_up(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    tools: list[dict],
+    tools: list[Any],
     random: Random,
     *,
     num_steps: int,
@@ -128,7 +129,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure=None):
         """One update; matrices of the same shape are orthogonalised together."""
         for group in self.param_groups:
             updates: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
@@ -175,7 +176,7 @@ def _schedule(progress: float) -> float:
 def _batch(
     conversations: list[Messages],
     tokenizer: PreTrainedTokenizerFast,
-    tools: list[dict],
+    tools: list[Any],
     random: Random,
 ) -> list[list[list[int]]]:
     """Batches of token rows, alike in length within a batch, in a random order."""

@@ -62,9 +62,11 @@ def write_model(folder: Path, settings: Settings, held_out: set[str]) -> None:
     """Warm the start policy up and save it with its tokenizer."""
     # Imported here: they take seconds, and mostly there is nothing to do.
     from transformers import GenerationConfig
+    from transformers.utils import logging
 
     from examples.calculator.policy import build_model, build_tokenizer, warm_up
 
+    logging.disable_progress_bar()
     began = time.perf_counter()
     tools = read_tool_schemas()
     tokenizer = build_tokenizer(tools, Random(f"tokenizer-{settings.seed}"))

@@ -49,7 +49,7 @@ def evaluate(expression: str) -> int:
 def draw_questions(random: Random, taken: set[str]) -> Iterator[Question]:
     """Endless questions, none about a calculation in `taken`, which grows with each."""
     while True:
-        question = _draw_two_steps(random) if random.random() < 0.3 else _draw_one_step(random)
+        question = _draw_two_steps(random) if random.random() < 0.4 else _draw_one_step(random)
         if str(question.steps) not in taken:
             taken.add(str(question.steps))
             yield question
@@ -72,9 +72,9 @@ def ramble(question: Question, random: Random) -> Messages:
 
 
 HABITS: dict[Callable[[Question, Random], Messages], float] = {
-    solve: 0.35,
-    guess: 0.25,
-    ramble: 0.4,
+    solve: 0.25,
+    guess: 0.2,
+    ramble: 0.55,
 }
 """Share of each in the warm-up conversations."""
 
@@ -86,9 +86,10 @@ def draw_conversation(question: Question, random: Random) -> Messages:
 
 
 def recite(question: Question, random: Random) -> Messages:
-    """The question, answered by its first calculation three times over: practice in copying."""
-    lines = "\n".join([question.steps[0]] * 3)
-    return [{"role": "user", "content": question.text}, _say(lines)]
+    """The question in symbols, three times over: practice in copying. `?` is the first result."""
+    first, *rest = question.steps
+    lines = [first, *("?" + step[step.index(" ") :] for step in rest)]
+    return [{"role": "user", "content": question.text}, _say("\n".join(lines * 3))]
 
 
 def _draw_expression(random: Random, start: int, num_operators: int) -> str:
