@@ -97,11 +97,12 @@ class OptimConfig:
     eps: float = 1e-8
     """Added to the root of the second moment."""
 
-    def __post_init__(self) -> None:
-        _positive("actor.optim", self, "lr", "eps")
-        _share("actor.optim", self, "min_lr_ratio")
+    def check(self, section: str) -> None:
+        """Called by the class that has it, which knows the name of the section."""
+        _positive(section, self, "lr", "eps")
+        _share(section, self, "min_lr_ratio")
         decays = all(0 <= beta < 1 for beta in self.betas)
-        require(decays, "actor.optim.betas", self.betas, "each must be at least 0 and below 1")
+        require(decays, f"{section}.betas", self.betas, "each must be at least 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +160,7 @@ class ActorConfig:
     def __post_init__(self) -> None:
         _positive("actor", self, "ppo_mini_batch_size", "ppo_epochs", "max_tokens_per_micro_batch")
         _positive("actor", self, "grad_clip", "loss_scale_factor")
+        self.optim.check("actor.optim")
 
 
 @dataclass(frozen=True, kw_only=True)

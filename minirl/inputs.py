@@ -113,12 +113,18 @@ def _check_agent_loop(key: str, name: str, agent_loops: dict[str, AgentLoopFacto
 
 def _load_tokenizer(model: ModelConfig) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            model.path, trust_remote_code=model.trust_remote_code
+        )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"model.path: the tokenizer of {model.path!r} cannot be read: {reason}"
         ) from error
+    # transformers makes an empty one where the folder has no files of a tokenizer
+    remedy = "which has no tokenizer; save it there with save_pretrained"
+    require(bool(tokenizer.encode("a")), "model.path", model.path, remedy)
+    return tokenizer
 
 
 def _certified_chat(config: Config, tokenizer: Any, tools: dict[str, BaseTool]) -> ChatBuilder:
