@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "minirl"
 LAYERS = [
-    {"train", "evaluate", "view"},
+    {"train", "evaluate", "steps", "run", "inputs", "launch", "view"},
     {"rollout", "trainer", "testing"},
     {"agent_loop", "tools", "rewards", "algorithms", "data", "chat", "chat_certify"},
     {"types", "config", "registry", "metrics", "tracking", "distributed"}

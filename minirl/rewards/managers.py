@@ -46,7 +46,7 @@ class NaiveRewardManager:
         ValueError when there is no finite score; what the reward function raises passes through.
         """
         result = await self.compute_score(
-            row["data_source"],
+            row.get("data_source") or "",
             solution_str,
             (row.get("reward_model") or {}).get("ground_truth"),
             row.get("extra_info") or {},

@@ -50,7 +50,7 @@ class AgentLoopManager:
 
         Raises:
             TooManyFailuresError: more failed than `rollout.max_failure_fraction`.
-            EngineLostError: an engine died.
+            ExceptionGroup: of EngineLostError or RequestRefusedError; an engine failed.
         """
         self._router.stats = RoutingStats()
         busy_before = [(await server.stats()).busy_s for server in self._servers]
@@ -105,21 +105,22 @@ class AgentLoopManager:
 
     def _check_failures(self, trajectories: list[Trajectory]) -> None:
         rollout = self._config.rollout
-        errors = Counter(str(t.error) for t in trajectories if t.termination == "error")
+        errors = [str(t.error) for t in trajectories if t.termination == "error"]
         limit = 0.0 if rollout.on_failure == "raise" else rollout.max_failure_fraction
-        if errors.total() > limit * len(trajectories):
-            cause, count = errors.most_common(1)[0]
+        if len(errors) > limit * len(trajectories):
+            cause, count = Counter(map(_cause, errors)).most_common(1)[0]
+            example = next(error for error in errors if _cause(error) == cause)
             raise TooManyFailuresError(
-                f"{errors.total()} of {len(trajectories)} trajectories failed, more than "
+                f"{len(errors)} of {len(trajectories)} trajectories failed, more than "
                 f"rollout.on_failure={rollout.on_failure} and rollout.max_failure_fraction="
-                f"{rollout.max_failure_fraction} allow; most often ({count} times):\n{cause}"
+                f"{rollout.max_failure_fraction} allow; most often ({count} times):\n{example}"
             )
 
 
 def groups_for_training(
     prompts: list[dict[str, Any]], trajectories: list[Trajectory], *, drop_failed_groups: bool
 ) -> list[Group]:
-    """Trajectories by prompt, without those that have no reward (they failed, or never sampled).
+    """Trajectories by prompt, without those that failed or have no reward (they never sampled).
 
     A failed trajectory never enters its group's baseline as a made-up zero: it is left out, or with
     `drop_failed_groups` its whole group is.
@@ -132,10 +133,16 @@ def groups_for_training(
         members = by_uid[row["uid"]]
         if drop_failed_groups and any(t.error for t in members):
             continue
-        rewarded = [t for t in members if t.reward is not None]
+        rewarded = [t for t in members if t.reward is not None and t.error is None]
         if rewarded:
             groups.append(Group(uid=row["uid"], row=row, trajectories=rewarded))
     return groups
+
+
+def _cause(error: str) -> str:
+    """A traceback without the words of its exception, which often name one row's value."""
+    frames, _, last_line = error.rstrip().rpartition("\n")
+    return frames + last_line.partition(":")[0]
 
 
 def _sampling_params(sampling: SamplingConfig | None, temperature: float) -> dict[str, Any]:
