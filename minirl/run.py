@@ -127,6 +127,7 @@ async def _connect(
         chat=inputs.chat,
         tools=inputs.tools,
         config=config,
+        agent_loops=inputs.agent_loops,
     )
     worker = AgentLoopWorker(config.rollout, context, inputs.reward_manager)
     return AgentLoopManager(config, worker, router, clients)
