@@ -95,12 +95,14 @@ def _load(
 async def _start_engine(config: Config, world: Dist, stack: AsyncExitStack) -> AsyncServerBase:
     """The engine of this rank's group, on the devices of the group's ranks."""
     size = world.tensor_parallel_size
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) // world.num_groups
     server = SERVERS.find(config.rollout.name)(
         config,
         log_file=config.trainer.run_dir / "logs" / f"engine_{world.group}.log",
         device_ids=None if world.device.type == "cpu" else world.group_devices,
-        num_threads=max(1, cores // world.world_size) if size == 1 else 1,
+        # One core stays free for the engine's scheduler and the event loop: OpenMP threads wait by
+        # spinning, and a worker with as many threads as there are cores loses most of its speed.
+        num_threads=max(1, (cores - 1) // size),
     )
     return await stack.enter_async_context(server)
 
@@ -125,6 +127,7 @@ async def _connect(
         chat=inputs.chat,
         tools=inputs.tools,
         config=config,
+        agent_loops=inputs.agent_loops,
     )
     worker = AgentLoopWorker(config.rollout, context, inputs.reward_manager)
     return AgentLoopManager(config, worker, router, clients)
