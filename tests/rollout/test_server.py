@@ -1,11 +1,11 @@
 import asyncio
 import inspect
-import multiprocessing
 import os
 import pickle
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 import msgspec
@@ -188,10 +188,10 @@ def serve_for_ever(socket: Path) -> None:
 
 
 @asynccontextmanager
-async def another_process(socket: Path) -> AsyncIterator[multiprocessing.process.BaseProcess]:
-    context = multiprocessing.get_context("forkserver")  # this one has threads
-    context.set_forkserver_preload(["minirl.launch", "minirl.testing", "minirl.rollout.server"])
-    process = context.Process(target=serve_for_ever, args=(socket,))
+async def another_process(
+    forkserver: ForkServerContext, socket: Path
+) -> AsyncIterator[ForkServerProcess]:
+    process = forkserver.Process(target=serve_for_ever, args=(socket,))
     await asyncio.to_thread(process.start)
     try:
         yield process
@@ -200,9 +200,11 @@ async def another_process(socket: Path) -> AsyncIterator[multiprocessing.process
         process.join()
 
 
-async def test_a_server_that_dies_fails_its_pending_calls(tmp_path: Path) -> None:
+async def test_a_server_that_dies_fails_its_pending_calls(
+    tmp_path: Path, forkserver: ForkServerContext
+) -> None:
     async with (
-        another_process(tmp_path / "s") as process,
+        another_process(forkserver, tmp_path / "s") as process,
         ServerClient(f"ipc://{tmp_path}/s", "engine 3") as client,
     ):
         calls = [asyncio.create_task(generate(client, str(i))) for i in range(3)]
