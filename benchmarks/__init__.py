@@ -1,0 +1,1 @@
+"""Measurements: each module is a command that says what it needs and what it writes."""
