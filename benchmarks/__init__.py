@@ -1,1 +1,1 @@
-"""Measurements: each module is a command that says what it needs and what it writes."""
+"""Commands that measure: each prints a table and writes JSON; figures go into RESULTS.md."""

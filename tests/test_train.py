@@ -232,6 +232,13 @@ def test_one_engine_over_two_ranks_and_an_exception_on_rank_1(project: Path) -> 
     assert len(reasons(printed)) == 1 and "vLLM engine died" in reasons(printed)[0]
 
 
+def test_a_killed_run_leaves_no_engine(project: Path) -> None:
+    training = Training(project, "killed", "trainer.total_training_steps=1000")
+    processes = training.wait_for_step(1)
+    training.process.kill()
+    assert not psutil.wait_procs(processes, END_S)[1]
+
+
 def test_an_exception_on_rank_1_ends_every_rank(project: Path) -> None:
     training = Training(
         project, "failing", "actor.policy_loss.loss_mode=planted:fails_on_rank_1",

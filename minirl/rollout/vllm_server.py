@@ -121,7 +121,11 @@ class VLLMServer(AsyncServerBase):
         )
 
     def _child_environment(self) -> dict[str, str]:
-        shared = {"PYTHONWARNINGS": "ignore", "VLLM_CONFIGURE_LOGGING": "0"}
+        shared = {
+            "PYTHONWARNINGS": "ignore",
+            "VLLM_CONFIGURE_LOGGING": "0",
+            "MINIRL_LEADER_PID": str(os.getpid()),  # weight_transfer.LEADER_PID
+        }
         if self.device_ids is None:
             return shared | {
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -11,6 +11,9 @@ This module is imported in vLLM's worker processes too: there it registers the r
 import math
 import mmap
 import os
+import select
+import signal
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +33,8 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 BACKEND = "minirl"
+LEADER_PID = "MINIRL_LEADER_PID"
+"""Variable by which workers know the process that they belong to."""
 ALIGNMENT = 64  # bytes; a multiple of every dtype's size
 
 
@@ -203,5 +208,27 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
 class WorkerExtension:
     """Named in the engine's arguments so that every worker process imports this module."""
 
+
+def _end_with(leader_pid: int) -> None:
+    """End the engine core, and with it this worker, when the leader is gone, however it ended.
+
+    vLLM's workers end with their engine core, but the core does not notice that the process which
+    started it was killed, and would keep the devices' memory for ever.
+    """
+
+    def wait() -> None:
+        try:
+            leader = os.pidfd_open(leader_pid)
+        except ProcessLookupError:
+            pass  # gone already
+        else:
+            select.select([leader], [], [])
+        os.kill(os.getppid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="end with leader", daemon=True).start()
+
+
+if (_leader := os.environ.get(LEADER_PID)) and int(_leader) != os.getpid():  # in a worker
+    _end_with(int(_leader))
 
 WeightTransferEngineFactory.register_engine(BACKEND, MinirlTransfer)
