@@ -131,7 +131,13 @@ class VLLMServer(AsyncServerBase):
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": str(self.num_threads),
             }
-        return shared | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.device_ids))}
+        # Devices are numbered among those that this process sees.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [str(i) for i in range(max(self.device_ids) + 1)]
+        return shared | {
+            "CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in self.device_ids),
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # never fork a process that uses CUDA
+        }
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str

@@ -31,6 +31,7 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 BACKEND = "minirl"
 LEADER_PID = "MINIRL_LEADER_PID"
@@ -101,8 +102,11 @@ class WeightBuffer:
         return vars(info)
 
     def close(self) -> None:
-        """Give the memory back once the workers have let go of it too."""
+        """Give the memory back; the workers have let go of it, or are gone."""
+        is_cuda = self.bytes.is_cuda
         del self.bytes
+        if is_cuda:
+            torch.cuda.ipc_collect()  # also removes torch's reference counters from /dev/shm
         if self._fd is not None:
             os.close(self._fd)
 
@@ -170,12 +174,23 @@ class MinirlTransfer(WeightTransferEngine[MinirlInitInfo, MinirlUpdateInfo]):
         """Load the tensors that the buffer holds.
 
         vLLM keeps a tensor until all parts of its module (q, k and v of one projection) have come;
-        buckets therefore hold whole decoder layers, and nothing is kept beyond this call.
+        buckets therefore hold whole decoder layers, and little is kept beyond this call.
         """
         dtypes = [getattr(torch, name) for name in update_info.dtypes]
         parts = zip(update_info.names, update_info.offsets, dtypes, update_info.shapes, strict=True)
         load: Any = self.model.load_weights  # every vLLM model has it, nn.Module does not
         load([(name, _view(self.flat, at, dtype, shape)) for name, at, dtype, shape in parts])
+        self._copy_what_waits()
+
+    def _copy_what_waits(self) -> None:
+        """Take out of the buffer what vLLM will load only when the update ends: weights that do not
+        fill their parameter, as in a vocabulary that is padded to a multiple of 64."""
+        buffer = self.flat.untyped_storage().data_ptr()
+        for module in self.model.modules():
+            for _, call in get_layerwise_info(module).loaded_weights:
+                for name, value in call.arguments.items():
+                    if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == buffer:
+                        call.arguments[name] = value.clone()
 
     def finish_weight_update(self) -> None:
         """Put the new weights in place."""
