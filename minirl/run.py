@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.utils.logging import disable_progress_bar
 
 from minirl.agent_loop import AgentLoopContext
@@ -50,20 +51,27 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
     on_trainer = TrainerThread()
     async with AsyncExitStack() as stack:
         world = stack.enter_context(distributed(config))
+        if world.device.type == "cuda":
+            await on_trainer(torch.cuda.set_device, world.device)  # each thread has its own
         log_file = config.trainer.run_dir / "logs" / f"rank_{world.rank}.log"
         stack.enter_context(_logging(log_file))
         SOCKETS.join(await on_trainer(world.broadcast_text, SOCKETS.make() if is_main else ""))
         addresses = [f"ipc://{SOCKETS.path}/engine_{group}" for group in range(world.num_groups)]
         total_steps = await on_trainer(_total_steps, config, world, inputs)
+        after_engine = await stack.enter_async_context(AsyncExitStack())
         async with asyncio.TaskGroup() as starting:
             loading = starting.create_task(on_trainer(_load, config, world, total_steps))
+            if world.device.type == "cuda":
+                # vLLM measures free memory while it starts: nobody else may take any.
+                await loading
+                await on_trainer(_settle, world)
             server = await _start_engine(config, world, stack) if world.is_leader else None
         policy, reference = loading.result()
         if server:
             service = ServerService(server, addresses[world.group])
             await stack.enter_async_context(_background(service.serve(), _watch(server)))
         sync = WeightSync(config, world, server, on_trainer, policy.vocab_size)
-        stack.push_async_callback(sync.close)
+        after_engine.push_async_callback(sync.close)  # the workers hold its buffer until they end
         manager = await _connect(config, inputs, addresses, stack) if inputs else None
         yield Run(
             config=config,
@@ -83,6 +91,12 @@ def _total_steps(config: Config, world: Dist, inputs: Inputs | None) -> int:
     batches = len(inputs.train_rows) // config.data.train_batch_size if inputs else 0
     (per_epoch,) = world.sum_floats([batches])  # only rank 0 has rows
     return config.trainer.total_training_steps or int(per_epoch) * config.trainer.total_epochs
+
+
+def _settle(world: Dist) -> None:
+    """Every rank holds what it will hold, and has returned the rest to the driver."""
+    torch.cuda.empty_cache()
+    world.barrier()
 
 
 def _load(

@@ -18,10 +18,10 @@ NUM_HEADS, NUM_KV_HEADS = 8, 2
 def attend(dtype: torch.dtype, tensors: list[Tensor], scaling: float | None) -> list[Tensor]:
     """Output and gradients, [T, heads, D] in float32, of the mean of output * weight."""
     q, k, v = (x.to("cuda", dtype).requires_grad_() for x in tensors[:3])
-    rows = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    q_heads, k_heads, v_heads = (x.transpose(0, 1)[None] for x in (q, k, v))
     packing = Packing.of(LENGTHS, torch.device("cuda"))
     out, _ = packed_attention(
-        torch.nn.Module(), *rows, attention_mask=None, packing=packing, scaling=scaling
+        torch.nn.Module(), q_heads, k_heads, v_heads, None, packing=packing, scaling=scaling
     )
     (out[0].float() * tensors[3].cuda()).sum().backward()
     return [x.detach().float().cpu() for x in (out[0], q.grad, k.grad, v.grad) if x is not None]

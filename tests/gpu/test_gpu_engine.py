@@ -23,6 +23,7 @@ AGREEMENT = 0.02  # nats, mean over tokens, bfloat16 on both sides
 K3 = 1e-3  # nats, the estimate of KL(engine || trainer)
 ENGINE_SHARE = 0.2  # of the card, while the engine is awake
 SLACK = 64 * 2**20  # bytes by which two readings of free memory may differ
+LONG = {"max_tokens": 64, "ignore_eos": True}
 VOCAB_SIZE = 331  # no multiple of 64, to which vLLM pads its tables
 
 
@@ -66,7 +67,7 @@ def assert_agreement(batch: MicroBatch) -> None:
 async def test_weights_arrive_over_rounds_of_sleep_and_wake(pair: Pair) -> None:
     assert len(list(pair.policy.weights)) >= 4  # buckets
     assert await pair.sync_now() <= AGREEMENT
-    first, _ = await pair.differences(max_tokens=64)
+    first, _ = await pair.differences(**LONG)
     assert_agreement(first)
     batch = first
     for level in (2, 2, 1, 2):
@@ -74,7 +75,7 @@ async def test_weights_arrive_over_rounds_of_sleep_and_wake(pair: Pair) -> None:
         await pair.update(batch)
         assert await pair.sync_now() <= AGREEMENT
         assert not await pair.server._engine.is_sleeping()
-        batch, _ = await pair.differences(max_tokens=64)
+        batch, _ = await pair.differences(**LONG)
         assert_agreement(batch)
     moved = await pair.on_trainer(pair.policy.compute_logprobs, first)
     assert first.old_logprobs is not None
@@ -84,20 +85,27 @@ async def test_weights_arrive_over_rounds_of_sleep_and_wake(pair: Pair) -> None:
 async def test_weights_arrive_while_the_engine_stays_awake(pair: Pair) -> None:
     for _ in range(2):
         await pair.sync_now()
-        batch, _ = await pair.differences(max_tokens=64)
+        batch, _ = await pair.differences(**LONG)
         assert_agreement(batch)
         await pair.update(batch)
 
 
+@torch.no_grad()
+def scale(pair: Pair, name: str, factor: float) -> None:
+    pair.policy.model.get_parameter(name).mul_(factor)
+
+
 @pytest.mark.parametrize("asleep", [False, True])
 async def test_a_tensor_that_is_not_sent_is_caught(pair: Pair, asleep: bool) -> None:
+    name = "model.norm.weight"  # the smallest one
     await pair.sync_now()
-    batch, _ = await pair.differences()
     if asleep:
         await sleep(pair, level=1)  # it wakes with the old tensor, not with none
-    await pair.update(batch)
+    await pair.on_trainer(scale, pair, name, 1.5)
     with pytest.raises(SyncError, match=r"max_logprob_diff=0\.02"):
-        await pair.sync_now(Without(pair, "model.layers.3.self_attn.o_proj.weight"))
+        await pair.sync_now(Without(pair, name))
+    assert await pair.sync_now() <= AGREEMENT
+    await pair.on_trainer(scale, pair, name, 1 / 1.5)
     assert await pair.sync_now() <= AGREEMENT
 
 
