@@ -143,8 +143,9 @@ def distributed(config: Config) -> Iterator[Dist]:
     number of ranks or when the device that is asked for does not exist.
     """
     world = place(config, os.environ)
-    threads = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    torch.set_num_threads(max(1, threads))
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    # One core is left to the rest: OpenMP threads that outnumber the free cores wait by spinning.
+    torch.set_num_threads(max(1, cores - 1))
     cuda = world.device.type == "cuda"
     if cuda:
         torch.cuda.set_device(world.device)
