@@ -32,7 +32,7 @@ def test_equals_one_by_one(model, chunk, monkeypatch):
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk)
     batch = make_batch()
     expected, expected_entropy = one_by_one(model, batch, 0.7)
-    got, entropy = token_logprobs(model, batch, 0.7, entropy="grad")
+    got, entropy = token_logprobs(model, batch, 0.7, also="entropy_grad")
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=1e-5)
 

@@ -7,7 +7,8 @@ from trainer_helpers import alone, make_batch, make_config, save_model
 
 from minirl.config import ConfigError, OptimConfig, PolicyLossConfig, RefConfig
 from minirl.trainer import policy
-from minirl.trainer.policy import PolicyTrainer, ReferencePolicy, learning_rate, loss_options
+from minirl.trainer.policy import PolicyTrainer, ReferencePolicy, loss_options
+from minirl.trainer.update import learning_rate
 
 NO_CLIP = 1e9  # of the gradient, to compare gradients as they are
 
@@ -183,7 +184,7 @@ def test_score_is_the_log_probability_of_each_token(folder, world):
     batch = make_batch().select([0])
     batch.response_mask = (batch.positions > 0).float()
     expected = trainer.compute_logprobs(batch)
-    torch.testing.assert_close(trainer.score(batch.tokens.tolist()), expected)
+    torch.testing.assert_close(torch.tensor(trainer.score(batch.tokens.tolist())), expected)
 
 
 def test_mismatch_metrics(folder, world):
