@@ -9,17 +9,17 @@ from transformers import AutoTokenizer
 
 from minirl.agent_loop.base import AGENT_LOOPS, load_agent_loops
 from minirl.agent_loop.tool_parser import TOOL_PARSERS
-from minirl.algorithms import ADV_ESTIMATORS, POLICY_LOSSES
 from minirl.chat import ChatBuilder, ChatTemplateError
+from minirl.checks import check_algorithms
 from minirl.config import Config, ConfigError
 from minirl.data import Row, filter_overlong, load_rows
 from minirl.registry import Registry
-from minirl.rewards import REWARD_MANAGERS, load_reward_function
+from minirl.rewards import REWARD_MANAGERS, load_reward_manager
 from minirl.rollout.server import SERVERS
 from minirl.rollout.vllm_server import check_vllm
 from minirl.tools import BaseTool, load_tools
 from minirl.tracking import TRACKERS
-from minirl.trainer.fsdp import check_model
+from minirl.trainer.policy import check_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +41,18 @@ def read_inputs(config: Config, *, training: bool = True) -> Inputs:
         ConfigError: place, value and remedy of the first thing that cannot be used.
     """
     check_vllm()
-    check_model(config.model, config.max_model_len)
-    if config.ref and config.ref.path:
-        check_model(config.model, config.max_model_len, path=config.ref.path)
+    check_config(config)
     _check_names(config)
+    if training:
+        check_algorithms(config)
     tools = load_tools(path) if (path := config.rollout.multi_turn.tool_config_path) else {}
     tokenizer = AutoTokenizer.from_pretrained(
         config.model.path, trust_remote_code=config.model.trust_remote_code
     )
     chat = _certified_chat(config, tokenizer, tools)
-    reward_function = load_reward_function(config.reward)
+    reward_manager = load_reward_manager(
+        config.reward, response_length=config.rollout.response_length
+    )
     read = partial(_read_rows, config, chat, tools)
     train_rows = read("data.train_files", config.data.train_files) if training else []
     val_rows = read("data.val_files", config.data.val_files) if config.data.val_files else []
@@ -63,7 +65,7 @@ def read_inputs(config: Config, *, training: bool = True) -> Inputs:
         tokenizer=tokenizer,
         chat=chat,
         tools=tools,
-        reward_manager=REWARD_MANAGERS.find(config.reward.reward_manager)(reward_function),
+        reward_manager=reward_manager,
         train_rows=train_rows,
         val_rows=val_rows,
     )
@@ -79,18 +81,6 @@ def _check_names(config: Config) -> None:
         ("rollout.agent.default_agent_loop", AGENT_LOOPS, agent, {}),
         ("rollout.multi_turn.format", TOOL_PARSERS, config.rollout.multi_turn.format, {}),
         ("reward.reward_manager", REWARD_MANAGERS, config.reward.reward_manager, {}),
-        (
-            "algorithm.adv_estimator",
-            ADV_ESTIMATORS,
-            config.algorithm.adv_estimator,
-            config.algorithm.options,
-        ),
-        (
-            "actor.policy_loss.loss_mode",
-            POLICY_LOSSES,
-            config.actor.policy_loss.loss_mode,
-            config.actor.policy_loss.options,
-        ),
         *[("trainer.logger", TRACKERS, name, {}) for name in config.trainer.logger],
     ]
     for key, registry, name, options in named:

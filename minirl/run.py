@@ -21,6 +21,7 @@ from minirl.rollout.manager import AgentLoopManager
 from minirl.rollout.server import SERVERS, AsyncServerBase, ServerClient, ServerService
 from minirl.rollout.weight_sync import WeightSync
 from minirl.rollout.worker import AgentLoopWorker
+from minirl.trainer.critic import CriticTrainer
 from minirl.trainer.policy import PolicyTrainer, ReferencePolicy
 
 HEALTH_INTERVAL_S = 1.0
@@ -36,6 +37,7 @@ class Run:
     on_trainer: TrainerThread
     policy: PolicyTrainer
     reference: ReferencePolicy | None
+    critic: CriticTrainer | None
     sync: WeightSync
     inputs: Inputs | None
     manager: AgentLoopManager | None
@@ -56,9 +58,9 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
         addresses = [f"ipc://{SOCKETS.path}/engine_{group}" for group in range(world.num_groups)]
         total_steps = await on_trainer(_total_steps, config, world, inputs)
         async with asyncio.TaskGroup() as starting:
-            loading = starting.create_task(on_trainer(_load, config, world, total_steps))
+            loading = starting.create_task(on_trainer(_load, config, world, total_steps, training))
             server = await _start_engine(config, world, stack) if world.is_leader else None
-        policy, reference = loading.result()
+        policy, reference, critic = loading.result()
         if server:
             service = ServerService(server, addresses[world.group])
             await stack.enter_async_context(_background(service.serve(), _watch(server)))
@@ -72,6 +74,7 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
             on_trainer=on_trainer,
             policy=policy,
             reference=reference,
+            critic=critic,
             sync=sync,
             inputs=inputs,
             manager=manager,
@@ -86,10 +89,12 @@ def _total_steps(config: Config, world: Dist, inputs: Inputs | None) -> int:
 
 
 def _load(
-    config: Config, world: Dist, total_steps: int
-) -> tuple[PolicyTrainer, ReferencePolicy | None]:
+    config: Config, world: Dist, total_steps: int, training: bool
+) -> tuple[PolicyTrainer, ReferencePolicy | None, CriticTrainer | None]:
     policy = PolicyTrainer(config, world, total_steps)
-    return policy, ReferencePolicy(config, world) if config.ref else None
+    reference = ReferencePolicy(config, world) if config.ref and training else None
+    critic = CriticTrainer(config, world, total_steps) if config.critic and training else None
+    return policy, reference, critic
 
 
 async def _start_engine(config: Config, world: Dist, stack: AsyncExitStack) -> AsyncServerBase:

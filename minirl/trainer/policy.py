@@ -13,9 +13,7 @@ from minirl.algorithms import (
     check_agg_mode,
     kl_estimate,
     policy_loss,
-    probs_diff_metrics,
     requirements,
-    rollout_correction,
 )
 from minirl.config import ActorConfig, Config, ConfigError
 from minirl.distributed import Dist
@@ -201,14 +199,3 @@ def _loss_inputs(batch: MicroBatch, logprobs: Tensor) -> LossInputs:
         rollout_is_weights=batch.rollout_is_weights,
         sequence_ids=batch.sequence_ids,
     )
-
-
-def mismatch_metrics(batch: MicroBatch) -> dict[str, float]:
-    """How far old_logprobs and the engine's disagree on the sampled tokens of a step.
-
-    `training/rollout_probs_diff_*` and `rollout_corr/*`, of the whole batch.
-    """
-    assert batch.old_logprobs is not None
-    pair = batch.old_logprobs, batch.rollout_logprobs, batch.response_mask
-    corrected = rollout_correction(*pair, sequence_ids=batch.sequence_ids)
-    return probs_diff_metrics(*pair) | corrected.metrics

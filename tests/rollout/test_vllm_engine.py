@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from minirl.config import Config, load_config
+from minirl.credit import correct_mismatch
 from minirl.distributed import distributed
 from minirl.launch import TrainerThread
 from minirl.rollout.client import AsyncLLMServerManager
@@ -19,7 +20,7 @@ from minirl.rollout.vllm_server import VLLMServer
 from minirl.rollout.weight_sync import Bucket, SyncError, WeightSync
 from minirl.testing import tiny_model
 from minirl.trainer import packing
-from minirl.trainer.policy import PolicyTrainer, mismatch_metrics
+from minirl.trainer.policy import PolicyTrainer
 from minirl.types import MicroBatch, Trajectory
 
 pytestmark = pytest.mark.engine
@@ -161,7 +162,7 @@ async def test_a_wrong_temperature_is_caught_by_probe_and_metric(pair: Pair) -> 
         await sync.check(pair.policy.score, seed=1)
 
     def mean_difference(batch: MicroBatch) -> float:
-        metrics = mismatch_metrics(batch)
+        metrics = correct_mismatch(batch, None)
         return metrics["training/rollout_probs_diff_mean"]
 
     right, _ = await pair.differences()
