@@ -15,7 +15,7 @@ from minirl.algorithms import ADV_ESTIMATORS, POLICY_LOSSES, requirements
 from minirl.chat import ChatBuilder
 from minirl.config import ConfigError, load_config
 from minirl.hints import with_hint
-from minirl.launch import SOCKETS
+from minirl.launch import SOCKETS, _first_cause
 from minirl.steps import BadStepsError
 from minirl.testing import byte_tokenizer, tiny_model
 from minirl.tracking import read_metrics
@@ -83,6 +83,8 @@ async def train(project: Path, name: str, *overrides: str) -> list[dict[str, Any
     arguments = [f"{project}/config.yaml", f"trainer.experiment_name={name}", *overrides]
     try:
         await main(load_config(arguments))
+    except BaseExceptionGroup as group:
+        raise _first_cause(group) from group
     finally:
         SOCKETS.remove()
     return read_metrics(project / "runs" / name)[1:]
@@ -99,15 +101,22 @@ GAE = ("algorithm.adv_estimator=gae", "critic={}", "critic.optim.lr=0.01")
 
 async def test_gae_trains_policy_and_critic(project: Path) -> None:
     rows = await train(
-        project, "gae", *GAE, "rollout.n=1", "data.train_batch_size=8", "trainer.critic_warmup=1",
+        project,
+        "gae",
+        *GAE,
+        "rollout.n=1",
+        "data.train_batch_size=8",
+        "trainer.critic_warmup=1",
         "trainer.total_training_steps=12",
-    )  # fmt: skip
+    )
     assert "actor/pg_loss" not in rows[0] and "actor/pg_loss" in rows[1]
     names = {"critic/vf_loss", "critic/vf_clipfrac", "critic/vf_explained_var", "critic/grad_norm"}
     assert names <= set(rows[0]) and {"timing_s/values", "timing_s/update_critic"} <= set(rows[0])
     assert rows[0]["critic/values/mean"] == 0
-    assert rows[-1]["critic/values/mean"] > 0.3, "the returns are around 0.4"
-    assert rows[-1]["critic/vf_loss"] < 0.5 * rows[0]["critic/vf_loss"]
+    values, returns = (
+        sum(row[f"critic/{name}/mean"] for row in rows[-4:]) / 4 for name in ("values", "returns")
+    )
+    assert returns > 0.2 and values == pytest.approx(returns, abs=0.15)
 
 
 SECTIONS = {"gae": ["critic={}"], "cpo": ["algorithm.cpo={}"]}
@@ -139,16 +148,14 @@ async def test_remax_compares_with_one_greedy_rollout_per_prompt(project: Path) 
     [row] = await train(
         project, "remax", "algorithm.adv_estimator=remax", "trainer.total_training_steps=1"
     )
-    probe, *asked = PolicyServer.requests[:-1]  # the last one is the probe of the sync behind it
+    _probe, *asked = PolicyServer.requests[:-1]  # the last one is the probe of the sync behind it
     assert sum(params["temperature"] == 0 for params in asked) == 2
     assert len(asked) == 2 * (3 + 1)
     written = trajectories(project, "remax", 1)
     greedy = {t["uid"]: t["reward"] for t in written if t["sample_index"] == -1}
     sampled = [t for t in written if t["sample_index"] >= 0]
-    lengths = [len(t["response_ids"]) for t in sampled]
-    expected = sum((t["reward"] - greedy[t["uid"]]) * n for t, n in zip(sampled, lengths)) / sum(
-        lengths
-    )
+    per_token = [t["reward"] - greedy[t["uid"]] for t in sampled for _ in t["response_ids"]]
+    expected = sum(per_token) / len(per_token)
     assert row["critic/advantages/mean"] == pytest.approx(expected, abs=1e-5)
     assert row["critic/score/mean"] == pytest.approx(sum(t["reward"] for t in sampled) / 6)
 
