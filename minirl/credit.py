@@ -13,18 +13,35 @@ from minirl.algorithms import (
     apply_kl_penalty,
     compute_advantages,
     explained_variance,
-    group_difficulty,
     kl_estimate,
     probs_diff_metrics,
     requirements,
     rollout_correction,
 )
 from minirl.algorithms.kl import KL_CONTROLLERS
-from minirl.config import AlgorithmConfig, RolloutCorrectionConfig
+from minirl.config import AlgorithmConfig, Config, RolloutCorrectionConfig
 from minirl.registry import option_names
-from minirl.rewards import reward_number
+from minirl.rewards import reward_number, token_rewards
 from minirl.trainer import packing
 from minirl.types import Group, MicroBatch
+
+
+def pack_groups(
+    groups: Sequence[Group], config: Config, prompts: list[list[list[int]]] | None = None
+) -> MicroBatch:
+    """The groups' trajectories with their rewards; those of rollout.mask_terminations do not train.
+
+    `prompts`, per group and trajectory, take the place of the trajectories' own.
+    """
+    masked = set(config.rollout.mask_terminations)
+    members = [(index, t) for index, group in enumerate(groups) for t in group.trajectories]
+    return packing.pack(
+        [t for _, t in members],
+        [token_rewards(t, config.reward.tool_reward) for _, t in members],
+        [index for index, _ in members],
+        [t.termination not in masked for _, t in members],
+        None if prompts is None else [ids for group in prompts for ids in group],
+    )
 
 
 def estimator_needs(algorithm: AlgorithmConfig) -> tuple[str, ...]:
@@ -154,14 +171,6 @@ def reward_components(
             "returns a single number; return a mapping with `score` and one entry per component"
         )
     return {name: torch.tensor([reward_number(t, name) for t in trajectories]) for name in names}
-
-
-def hard_groups(batch: MicroBatch, groups: Sequence[Group], difficulty: float) -> list[int]:
-    """Indices of the groups whose 1 - mean success is above `difficulty`."""
-    if not groups:
-        return []
-    hard = batch.group_ids[group_difficulty(advantage_inputs(batch)) > difficulty]
-    return hard.unique().tolist()
 
 
 def batch_metrics(batch: MicroBatch) -> dict[str, float]:

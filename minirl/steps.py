@@ -10,12 +10,11 @@ from torch import Tensor
 
 from minirl import credit
 from minirl.agent_loop import derive_seed
+from minirl.curriculum import hinted_batch, hinted_logprobs
 from minirl.data import PromptLoader
 from minirl.evaluate import validate
-from minirl.hints import hinted_prompts, load_hint
 from minirl.metrics import Metrics, timer, trajectory_metrics
 from minirl.records import Records
-from minirl.rewards import token_rewards
 from minirl.rollout.manager import groups_for_training, varied_groups
 from minirl.run import Run
 from minirl.trainer import packing
@@ -108,7 +107,7 @@ class Steps:
 
     async def assemble(self, groups: list[Group]) -> MicroBatch:
         """The trajectories that train, by group, packed and on every rank."""
-        batch = self._pack(groups) if self._run.inputs else None
+        batch = credit.pack_groups(groups, self._config) if self._run.inputs else None
         return await self._run.on_trainer(self._run.world.broadcast_batch, batch)
 
     async def compute_logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
@@ -133,8 +132,12 @@ class Steps:
 
     async def compute_hinted_logprobs(self, batch: MicroBatch) -> Tensor:
         """Log-probabilities [N] of the same answers where hard prompts hold a hint."""
-        hinted = await self._hint(batch) if self._run.inputs else None
-        return await self._run.on_trainer(self._score_hinted, batch, hinted)
+        run, hinted = self._run, None
+        if run.inputs:
+            hinted = await hinted_batch(batch, self._groups, self._config, run.inputs)
+            share = hinted.num_sequences / max(batch.num_sequences, 1)
+            self._metrics.add("cpo/hinted_fraction", share, reduce="last")
+        return await run.on_trainer(hinted_logprobs, batch, hinted, run.policy, run.world)
 
     def correct_mismatch(self, batch: MicroBatch) -> None:
         """Weigh or reject what the engine's log-probabilities do not fit; metrics in any case."""
@@ -239,45 +242,6 @@ class Steps:
         )
         filtering = self._config.algorithm.filter_groups
         return varied_groups(groups, filtering.metric) if filtering else groups
-
-    def _pack(
-        self, groups: list[Group], prompts: list[list[list[int]]] | None = None
-    ) -> MicroBatch:
-        """`prompts`, per group and trajectory, take the place of the trajectories' own."""
-        masked = set(self._config.rollout.mask_terminations)
-        members = [(index, t) for index, group in enumerate(groups) for t in group.trajectories]
-        return packing.pack(
-            [t for _, t in members],
-            [token_rewards(t, self._config.reward.tool_reward) for _, t in members],
-            [index for index, _ in members],
-            [t.termination not in masked for _, t in members],
-            None if prompts is None else [ids for group in prompts for ids in group],
-        )
-
-    async def _hint(self, batch: MicroBatch) -> MicroBatch:
-        """Rank 0: the batch once more, with a hint in the prompts of the hard groups, and no other
-        group trained."""
-        cpo, inputs = self._config.algorithm.cpo, self._run.inputs
-        assert cpo is not None and inputs is not None
-        hard = credit.hard_groups(batch, self._groups, cpo.difficulty)
-        groups = [self._groups[index] for index in hard]
-        prompts = await hinted_prompts(groups, load_hint(cpo), inputs.chat, inputs.tools)
-        share = len(hard) / max(len(self._groups), 1)
-        self._metrics.add("cpo/hard_groups", share, reduce="last")
-        hinted = self._pack(groups, prompts)
-        hinted.group_ids = torch.tensor(hard, dtype=torch.int64)[hinted.group_ids]
-        return hinted
-
-    def _score_hinted(self, batch: MicroBatch, hinted: MicroBatch | None) -> Tensor:
-        """Every rank: old_logprobs [N], those of the hard groups replaced by the hinted ones."""
-        assert batch.old_logprobs is not None
-        hinted = self._run.world.broadcast_batch(hinted)
-        logprobs = self._run.policy.compute_logprobs(hinted)
-        hard = torch.isin(batch.group_ids, hinted.group_ids)[batch.sequence_ids]
-        places = hard & (packing.response_positions(batch) >= 0)
-        result = batch.old_logprobs.clone()
-        result[places] = logprobs[packing.response_positions(hinted) >= 0]
-        return result
 
     async def _update(self, trained: TrainedModel, batch: MicroBatch) -> None:
         """Nothing at all is applied when an advantage or a return is not finite."""

@@ -4,7 +4,7 @@ It is named by `rollout.name=policy_engine:PolicyServer` and takes its weights f
 the real one does.
 """
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,7 +17,7 @@ from minirl.types import TokenOutput
 class PolicyServer(AsyncServerBase):
     """Samples with the seed of the request; remembers what it was asked."""
 
-    requests: list[dict[str, Any]] = []  # of all engines; a test clears it
+    requests: ClassVar[list[dict[str, Any]]] = []  # of all engines; a test clears it
 
     async def __aenter__(self) -> Self:
         self.model = AutoModelForCausalLM.from_pretrained(self.config.model.path)

@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "minirl"
 LAYERS = [
     {"train", "evaluate", "view", "steps", "run", "launch"}
-    | {"inputs", "checks", "credit", "records"},
+    | {"inputs", "checks", "credit", "curriculum", "records"},
     {"rollout", "trainer", "testing"},
     {"agent_loop", "tools", "rewards", "algorithms", "data", "chat", "chat_certify", "hints"},
     {"types", "config", "registry", "metrics", "tracking", "distributed"}

@@ -99,14 +99,16 @@ class TrainedModel(PackedModel):
         counts = {"num_tokens": float(trained.sum()), "num_sequences": float((trained > 0).sum())}
         if not counts["num_tokens"]:
             return []
-        suspects = torch.zeros(mini.num_sequences)
+        losses = []  # looked at behind the loop, so that the device does not have to stop in it
         for sequences, micro in self.micro_batches(mini):
             loss, per_token = self._loss(micro, counts, totals)
             loss.backward()
-            if sequences:
-                broken = micro.sequence_ids[~per_token.detach().isfinite()].cpu()
-                suspects[torch.tensor(sequences)[broken]] = 1
+            losses.append((sequences, micro.sequence_ids, per_token.detach()))
         norm = gradient_norm(self.model)
+        suspects = torch.zeros(mini.num_sequences)
+        for sequences, sequence_ids, per_token in losses:
+            broken = sequence_ids[~per_token.isfinite()].tolist()
+            suspects[[sequences[b] for b in broken]] = 1
         suspects = self.world.sum_tensor(suspects)
         finite = math.isfinite(norm) and not suspects.any()
         if finite:
