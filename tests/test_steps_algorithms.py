@@ -1,7 +1,11 @@
 """Every algorithm through `train`: the real path, with the policy itself as the engine."""
 
+import asyncio
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -386,3 +390,30 @@ async def test_truncated_sampling_reaches_the_engine(project: Path) -> None:
     )  # fmt: skip
     sampled = [params for params in PolicyServer.requests if "top_p" in params]
     assert len(sampled) == 6 and {params["min_p"] for params in sampled} == {0.05}
+
+
+async def test_two_ranks_take_the_steps_of_one(project: Path) -> None:
+    """Hints, reward components and greedy rewards are rank 0's; every rank needs their result."""
+    options = [
+        "algorithm.adv_estimator=cpo", "algorithm.cpo={difficulty: 0.7}", "ref={}",
+        "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.1",
+        "algorithm.filter_groups={}", "actor.policy_loss.loss_mode=clip_cov",
+        "actor.policy_loss.options={clip_cov_ratio: 0.1, clip_cov_lb: 0.001}",
+        "actor.ppo_mini_batch_size=1", "actor.optim.eps=1.0e-4",
+    ]  # fmt: skip
+    one = await train(project, "one_rank", *options)
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "minirl.train"]
+    here = Path(__file__).parent
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-m", *command, f"{project}/config.yaml",
+         "trainer.experiment_name=two_ranks", *options],
+        env={**os.environ, "PYTHONPATH": f"{here.parent}:{here}"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    two = read_metrics(project / "runs" / "two_ranks")[1:]
+    assert sum(row["cpo/hinted_fraction"] for row in one) > 0
+    for mine, theirs in zip(two, one, strict=True):
+        for name in theirs:
+            if name.split("/")[0] in ("actor", "critic", "cpo", "response_length"):
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
