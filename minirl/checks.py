@@ -10,8 +10,8 @@ from minirl.algorithms import (
     requirements,
     rollout_correction,
 )
-from minirl.config import Config, ConfigError, require
-from minirl.credit import estimator_options, make_kl_controller
+from minirl.config import Config, ConfigError, RolloutConfig, require
+from minirl.credit import correction_options, estimator_options, make_kl_controller
 from minirl.hints import load_hint
 from minirl.trainer.policy import loss_options
 
@@ -24,12 +24,28 @@ def check_algorithms(config: Config) -> None:
         ADV_ESTIMATORS.build(name, estimator_options(config.algorithm))
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
+    _check_sampling(config.rollout)
     _check_group_size(config, needed)
     _check_critic(config, "values" in needed.needs)
     _check_hints(config, "hinted_logprobs" in needed.needs)
     _check_loss(config)
     _check_kl(config)
     _check_correction(config, needed)
+
+
+def _check_sampling(rollout: RolloutConfig) -> None:
+    for key, value, off in (
+        ("top_p", rollout.top_p, 1.0),
+        ("top_k", rollout.top_k, -1),
+        ("min_p", rollout.min_p, 0.0),
+    ):
+        require(
+            value == off or rollout.allow_truncated_sampling,
+            f"rollout.{key}",
+            value,
+            f"the engine would not sample from the policy that is trained; write {off}, or "
+            "rollout.allow_truncated_sampling=true to train all the same",
+        )
 
 
 def _check_group_size(config: Config, needed: Requirements) -> None:
@@ -129,9 +145,8 @@ def _check_correction(config: Config, needed: Requirements) -> None:
     if correction is None:
         return
     one = torch.ones(1, 1)
-    options = {key: value for key, value in vars(correction).items() if key != "bypass_mode"}
     try:
-        rollout_correction(-one, -one, one, **options)
+        rollout_correction(-one, -one, one, **correction_options(correction))
     except ValueError as error:
         raise ConfigError(f"algorithm.rollout_correction: {error}") from error
     require(

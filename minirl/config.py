@@ -3,14 +3,18 @@
 Leaf names are verl's where the knob is the same. A feature that is off is a section that is null.
 """
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from minirl.registry import nearest
+from minirl.types import Termination
 
 
 class ConfigError(ValueError):
@@ -27,6 +31,12 @@ def _positive(section: str, config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         require(value is None or value > 0, f"{section}.{name}", value, "must be greater than 0")
+
+
+def _share(section: str, config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(0 <= value <= 1, f"{section}.{name}", value, "must be between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +97,12 @@ class OptimConfig:
     eps: float = 1e-8
     """Added to the root of the second moment."""
 
-    def __post_init__(self) -> None:
-        require(self.lr > 0, "optim.lr", self.lr, "must be greater than 0")
-        require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "0 to 1")
+    def check(self, section: str) -> None:
+        """Called by the class that has it, which knows the name of the section."""
+        _positive(section, self, "lr", "eps")
+        _share(section, self, "min_lr_ratio")
+        decays = all(0 <= beta < 1 for beta in self.betas)
+        require(decays, f"{section}.betas", self.betas, "each must be at least 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +160,7 @@ class ActorConfig:
     def __post_init__(self) -> None:
         _positive("actor", self, "ppo_mini_batch_size", "ppo_epochs", "max_tokens_per_micro_batch")
         _positive("actor", self, "grad_clip", "loss_scale_factor")
+        self.optim.check("actor.optim")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +187,7 @@ class CriticConfig:
     def __post_init__(self) -> None:
         _positive("critic", self, "ppo_mini_batch_size", "ppo_epochs", "cliprange_value")
         _positive("critic", self, "max_tokens_per_micro_batch", "grad_clip")
+        self.optim.check("critic.optim")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +213,9 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         _positive("rollout.val_kwargs", self, "n")
+        _share("rollout.val_kwargs", self, "top_p")
         require(self.temperature >= 0, "rollout.val_kwargs.temperature", self.temperature, ">= 0")
+        require(self.top_k == -1 or self.top_k > 0, "rollout.val_kwargs.top_k", self.top_k, "> 0")
         require(
             self.n == 1 or self.temperature > 0,
             "rollout.val_kwargs.n",
@@ -238,6 +255,13 @@ class MultiTurnConfig:
         _positive("rollout.multi_turn", self, "max_parallel_calls", "max_assistant_turns")
         _positive("rollout.multi_turn", self, "max_user_turns", "max_tool_calls", "tool_timeout_s")
         _positive("rollout.multi_turn", self, "max_tokens_per_turn", "max_tool_response_length")
+        try:
+            re.compile(self.stop_when or "")
+        except re.error as error:
+            raise ConfigError(
+                f"rollout.multi_turn.stop_when: got {self.stop_when!r}; "
+                f"not a regular expression: {error}"
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,7 +363,9 @@ class RolloutConfig:
     """Further attempts under on_failure=retry; after them the trajectory is masked."""
     max_failure_fraction: float = 0.5
     """The run ends when more than this share of a step's trajectories failed."""
-    mask_terminations: list[str] = field(default_factory=lambda: ["error", "timeout", "aborted"])
+    mask_terminations: list[Termination] = field(
+        default_factory=lambda: ["error", "timeout", "aborted"]
+    )
     """Trajectories that ended for one of these reasons do not train."""
     trace: int = 64
     """Trajectories per step that are written to trajectories/*.jsonl; -1 = all."""
@@ -349,17 +375,12 @@ class RolloutConfig:
         _positive("rollout", self, "tensor_parallel_size", "max_num_seqs", "cpu_kv_cache_gb")
         _positive("rollout", self, "update_weights_bucket_megabytes", "trajectory_timeout_s")
         _positive("rollout", self, "max_num_batched_tokens")
-        for name, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
-            require(
-                getattr(self, name) == off or self.allow_truncated_sampling,
-                f"rollout.{name}",
-                getattr(self, name),
-                f"the engine would not sample from the policy that is trained; write {off}, or "
-                "rollout.allow_truncated_sampling=true to train all the same",
-            )
         require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "0 < top_p <= 1")
         require(self.top_k == -1 or self.top_k > 0, "rollout.top_k", self.top_k, "> 0, or -1")
         require(0 <= self.min_p < 1, "rollout.min_p", self.min_p, "0 <= min_p < 1")
+        _share("rollout", self, "max_failure_fraction")
+        require(self.max_retries >= 0, "rollout.max_retries", self.max_retries, "0 or more")
+        require(self.trace >= -1, "rollout.trace", self.trace, "a number, or -1 for all")
         require(
             0 < self.gpu_memory_utilization < 1,
             "rollout.gpu_memory_utilization",
@@ -645,17 +666,16 @@ def load_config(arguments: list[str]) -> Config:
     overrides = [a for a in arguments if "=" in a]
     if stray := [a for a in arguments if a not in files and a not in overrides]:
         raise ConfigError(f"{stray[0]!r}: expected a .yaml file or key=value")
-    merged = OmegaConf.structured(Config)
-    for file in files:
-        if not Path(file).is_file():
-            raise ConfigError(f"{file}: no such file")
-        merged = _merge(merged, _load_yaml(file), file)
-    for override in overrides:
-        merged = _merge(merged, OmegaConf.from_dotlist([override]), override)
+    updates = [_read_file(file) for file in files] + [_read_override(o) for o in overrides]
+    merged: Any = OmegaConf.structured(Config)
+    for place, update in zip(files + overrides, updates, strict=True):
+        _check_section(OmegaConf.to_container(update), Config, "", place)
+        merged = OmegaConf.merge(merged, update)
     try:
         config = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        raise ConfigError(_explain(error, "config")) from error
+    except OmegaConfBaseException as error:  # of an interpolation: everything else was checked
+        problem = str(error.msg or error).splitlines()[0]
+        raise ConfigError(f"{error.full_key or 'config'}: {problem}") from error
     assert isinstance(config, Config)
     return config
 
@@ -665,30 +685,105 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def _load_yaml(file: str) -> DictConfig:
+def leaf_keys(section: type = Config, prefix: str = "") -> list[str]:
+    """Every dotted key that holds a value, in the order of the fields."""
+    keys = []
+    for name, hint in get_type_hints(section).items():
+        inner = _section_of(hint)
+        keys += leaf_keys(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
+    return keys
+
+
+def _read_file(file: str) -> DictConfig:
+    if not Path(file).is_file():
+        raise ConfigError(f"{file}: no such file")
     try:
         loaded = OmegaConf.load(file)
-    except Exception as error:  # YAML's own errors share no base class with OmegaConf's
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{file}: expected sections ({', '.join(SECTIONS)}), got a list")
+        sections = ", ".join(f.name for f in fields(Config))
+        raise ConfigError(f"{file}: expected sections ({sections}), got a list")
     return loaded
 
 
-def _merge(base: Any, update: DictConfig, place: str) -> Any:
+def _read_override(override: str) -> DictConfig:
     try:
-        return OmegaConf.merge(base, update)
-    except OmegaConfBaseException as error:
-        raise ConfigError(_explain(error, place)) from error
+        return OmegaConf.from_dotlist([override])
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        key, _, value = override.partition("=")
+        raise ConfigError(
+            f"{key}: got {value!r}; not valid YAML: quote it, {key}='\"...\"'"
+        ) from error
 
 
-def _explain(error: OmegaConfBaseException, place: str) -> str:
-    key = error.full_key or error.key or "config"
-    problem = (error.msg or str(error)).splitlines()[0]
-    if type(error).__name__ in ("ConfigKeyError", "ConfigAttributeError"):
-        fields_here = getattr(error.object_type, "__dataclass_fields__", {})
-        problem = f"no such key{nearest(str(error.key), fields_here)}"
-    return f"{key}: {problem} [{place}]" if place != key else f"{key}: {problem}"
+def _check_section(content: Any, section: type, prefix: str, place: str) -> None:
+    """Raise ConfigError, in our words, for what OmegaConf could not put into `section`."""
+    hints = get_type_hints(section)
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        if name not in hints:
+            raise ConfigError(f"{key}: no such key{_nearest_key(str(name), hints)} [{place}]")
+        inner = _section_of(hints[name])
+        if inner and isinstance(value, dict):
+            _check_section(value, inner, f"{key}.", place)
+        elif not _fits(value, hints[name]):
+            raise ConfigError(f"{key}: got {value!r}; must be {_words(hints[name])} [{place}]")
 
 
-SECTIONS = list(Config.__dataclass_fields__)
+def _nearest_key(name: str, known: Any) -> str:
+    """The nearest key of the same section, or those of the same name in other ones."""
+    elsewhere = [key for key in leaf_keys() if key.endswith(f".{name}")]
+    return f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else nearest(name, known)
+
+
+def _section_of(hint: Any) -> type | None:
+    found = [h for h in (hint, *get_args(hint)) if isinstance(h, type) and is_dataclass(h)]
+    return found[0] if found else None
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any or (isinstance(value, str) and "${" in value):  # resolved in the end
+        return True
+    if origin in (Union, UnionType):  # the former where a Literal is in it
+        return any(_fits(value, h) for h in args)
+    if origin is Literal:
+        return value in args
+    if origin is dict:
+        return isinstance(value, dict)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(v, args[0]) for v in value)
+    if origin is tuple:
+        return isinstance(value, list) and [*map(_fits, value, args)] == [True] * len(args)
+    if hint in (float, str):  # numbers become text where text is wanted
+        kinds = (int, float) if hint is float else (int, float, str)
+        return isinstance(value, kinds) and not isinstance(value, bool)
+    return type(value) is hint
+
+
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    NoneType: "null",
+}
+
+
+def _words(hint: Any) -> str:
+    """What a type allows, for an error message."""
+    origin, args = get_origin(hint), get_args(hint)
+    if is_dataclass(hint):
+        return f"a section ({', '.join(f.name for f in fields(hint))})"
+    if origin in (Union, UnionType):  # the former where a Literal is in it
+        return " or ".join(map(_words, args))
+    if origin is Literal:
+        return f"one of {', '.join(args)}"
+    if origin is dict:
+        return "a mapping {key: value}"
+    if origin is list:
+        return f"a list [...], each {_words(args[0])}"
+    if origin is tuple:
+        return f"a list of {len(args)}, each {_words(args[0])}"
+    return WORDS[hint]

@@ -1,6 +1,7 @@
 """From rewards to what an advantage estimator sees: functions of a step's batch and groups."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,17 @@ def make_kl_controller(algorithm: AlgorithmConfig) -> FixedKL:
     return KL_CONTROLLERS.build(ctrl.type, {k: v for k, v in vars(ctrl).items() if k in known})()
 
 
+def correction_options(correction: RolloutCorrectionConfig) -> dict[str, Any]:
+    """Keyword arguments of `rollout_correction`."""
+    return {
+        "rollout_is": correction.rollout_is,
+        "rollout_is_threshold": correction.rollout_is_threshold,
+        "rollout_is_batch_normalize": correction.rollout_is_batch_normalize,
+        "rollout_rs": correction.rollout_rs,
+        "rollout_rs_threshold": correction.rollout_rs_threshold,
+    }
+
+
 def correct_mismatch(
     batch: MicroBatch, correction: RolloutCorrectionConfig | None
 ) -> dict[str, float]:
@@ -74,9 +86,7 @@ def correct_mismatch(
     """
     assert batch.old_logprobs is not None
     pair = batch.old_logprobs, batch.rollout_logprobs, batch.response_mask
-    options = (
-        {k: v for k, v in vars(correction).items() if k != "bypass_mode"} if correction else {}
-    )
+    options = correction_options(correction) if correction else {}
     corrected = rollout_correction(*pair, sequence_ids=batch.sequence_ids, **options)
     metrics = probs_diff_metrics(*pair) | corrected.metrics
     batch.rollout_is_weights, batch.response_mask = corrected.weights, corrected.response_mask

@@ -53,6 +53,7 @@ def filter_overlong(
     max_prompt_length: int,
     filter_overlong_prompts: bool,
     truncation: str,
+    place: str = "the data",
 ) -> list[Row]:
     """The rows to use, given that a prompt may have `max_prompt_length` tokens.
 
@@ -72,13 +73,13 @@ def filter_overlong(
         elif not filter_overlong_prompts:
             raise ConfigError(
                 f"data.max_prompt_length: got {max_prompt_length}, but the prompt of row {index} "
-                f"has {length} tokens; raise it, set data.filter_overlong_prompts=true, or choose "
-                "a side to cut with data.truncation"
+                f"of {place} has {length} tokens; raise it, set data.filter_overlong_prompts=true, "
+                "or choose a side to cut with data.truncation"
             )
     if not kept:
         raise ConfigError(
             f"data.max_prompt_length: got {max_prompt_length}, "
-            f"but all {len(rows)} prompts are longer"
+            f"but all {len(rows)} prompts of {place} are longer"
         )
     if len(kept) < len(rows):
         logger.warning(

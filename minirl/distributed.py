@@ -159,8 +159,12 @@ def distributed(config: Config) -> Iterator[Dist]:
     )
     try:
         yield world
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        if not cuda or world.world_size == 1:
+            # Else NCCL would wait for collectives that a lost rank never joins.
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def place(config: Config, environment: os._Environ[str] | dict[str, str]) -> Dist:

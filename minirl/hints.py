@@ -36,16 +36,18 @@ def load_hint(config: CPOConfig) -> Hint:
 
     Raises ConfigError for a name that is not there.
     """
-    functions: dict[str, Callable[..., Any]] = {}
-    for key, registry in (("hint_fn", HINTS), ("judge_fn", JUDGES)):
-        try:
-            functions[key] = registry.find(getattr(config, key))
-        except ValueError as error:
-            raise ConfigError(f"algorithm.cpo.{key}: {error}") from error
-    hint = functions["hint_fn"]
+    hint = _find(HINTS, "hint_fn", config.hint_fn)
+    judge = _find(JUDGES, "judge_fn", config.judge_fn)
     if "judge" in option_names(hint):
-        return _async(partial(hint, judge=_async(functions["judge_fn"])))
+        return _async(partial(hint, judge=_async(judge)))
     return _async(hint)
+
+
+def _find(registry: Registry[Any], key: str, name: str) -> Callable[..., Any]:
+    try:
+        return registry.find(name)
+    except ValueError as error:
+        raise ConfigError(f"algorithm.cpo.{key}: {error}") from error
 
 
 @HINTS.register("ground_truth")

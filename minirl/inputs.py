@@ -7,18 +7,17 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from minirl.agent_loop.base import AGENT_LOOPS, load_agent_loops
-from minirl.agent_loop.tool_parser import TOOL_PARSERS
+from minirl.agent_loop import AGENT_LOOPS, TOOL_PARSERS, load_agent_loops
+from minirl.agent_loop.base import AgentLoopFactory
 from minirl.chat import ChatBuilder, ChatTemplateError
 from minirl.checks import check_algorithms
-from minirl.config import Config, ConfigError
+from minirl.config import Config, ConfigError, ModelConfig, require
 from minirl.data import Row, filter_overlong, load_rows
-from minirl.registry import Registry
-from minirl.rewards import REWARD_MANAGERS, load_reward_manager
+from minirl.rewards import SCORERS, RewardManager, load_reward_manager
 from minirl.rollout.server import SERVERS
 from minirl.rollout.vllm_server import check_vllm
 from minirl.tools import BaseTool, load_tools
-from minirl.tracking import TRACKERS
+from minirl.tracking import check_trackers
 from minirl.trainer.policy import check_config
 
 
@@ -29,7 +28,9 @@ class Inputs:
     tokenizer: Any
     chat: ChatBuilder
     tools: dict[str, BaseTool]
-    reward_manager: Any
+    agent_loops: dict[str, AgentLoopFactory]
+    """Of rollout.agent.agent_loop_config_path."""
+    reward_manager: RewardManager
     train_rows: list[Row]
     val_rows: list[Row]
 
@@ -40,31 +41,34 @@ def read_inputs(config: Config, *, training: bool = True) -> Inputs:
     Raises:
         ConfigError: place, value and remedy of the first thing that cannot be used.
     """
-    check_vllm()
-    check_config(config)
+    agent, files = config.rollout.agent, config.data
     _check_names(config)
+    check_config(config)
     if training:
         check_algorithms(config)
-    tools = load_tools(path) if (path := config.rollout.multi_turn.tool_config_path) else {}
-    tokenizer = AutoTokenizer.from_pretrained(
-        config.model.path, trust_remote_code=config.model.trust_remote_code
-    )
-    chat = _certified_chat(config, tokenizer, tools)
     reward_manager = load_reward_manager(
         config.reward, response_length=config.rollout.response_length
     )
-    read = partial(_read_rows, config, chat, tools)
-    train_rows = read("data.train_files", config.data.train_files) if training else []
-    val_rows = read("data.val_files", config.data.val_files) if config.data.val_files else []
-    if training and len(train_rows) < config.data.train_batch_size:
-        raise ConfigError(
-            f"data.train_batch_size: got {config.data.train_batch_size}, but data.train_files have "
-            f"only {len(train_rows)} rows"
-        )
+    agent_loops = load_agent_loops(path) if (path := agent.agent_loop_config_path) else {}
+    _check_agent_loop("rollout.agent.default_agent_loop", agent.default_agent_loop, agent_loops)
+    tools = load_tools(path) if (path := config.rollout.multi_turn.tool_config_path) else {}
+    tokenizer = _load_tokenizer(config.model)
+    chat = _certified_chat(config, tokenizer, tools)
+    read = partial(_read_rows, config, chat, tools, agent_loops)
+    train_rows = read("data.train_files", files.train_files) if training else []
+    need_val = files.val_files or not training
+    val_rows = read("data.val_files", files.val_files) if need_val else []
+    require(
+        not training or len(train_rows) >= files.train_batch_size,
+        "data.train_batch_size",
+        files.train_batch_size,
+        f"data.train_files have only {len(train_rows)} rows that can be used",
+    )
     return Inputs(
         tokenizer=tokenizer,
         chat=chat,
         tools=tools,
+        agent_loops=agent_loops,
         reward_manager=reward_manager,
         train_rows=train_rows,
         val_rows=val_rows,
@@ -72,53 +76,82 @@ def read_inputs(config: Config, *, training: bool = True) -> Inputs:
 
 
 def _check_names(config: Config) -> None:
-    """Every component that the config names exists and takes the options it is given."""
-    if path := config.rollout.agent.agent_loop_config_path:
-        load_agent_loops(path)
-    agent = config.rollout.agent.default_agent_loop
-    named: list[tuple[str, Registry[Any], str, dict[str, Any]]] = [
-        ("rollout.name", SERVERS, config.rollout.name, {}),
-        ("rollout.agent.default_agent_loop", AGENT_LOOPS, agent, {}),
-        ("rollout.multi_turn.format", TOOL_PARSERS, config.rollout.multi_turn.format, {}),
-        ("reward.reward_manager", REWARD_MANAGERS, config.reward.reward_manager, {}),
-        *[("trainer.logger", TRACKERS, name, {}) for name in config.trainer.logger],
-    ]
-    for key, registry, name, options in named:
-        _named(key, registry.build, name, options)
+    """Every component that the config names exists; check_algorithms looks at the algorithm's."""
+    _named("rollout.name", SERVERS.find, config.rollout.name)
+    if config.rollout.name == "vllm":
+        check_vllm()
+    _named("rollout.multi_turn.format", TOOL_PARSERS.find, config.rollout.multi_turn.format)
+    check_trackers(config.trainer.logger)
 
 
-def _named(key: str, find: Callable[..., Any], *arguments: Any) -> Any:
+def _named(key: str, find: Callable[..., Any], *arguments: Any) -> None:
     try:
-        return find(*arguments)
+        find(*arguments)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
 
 
+def _check_agent_loop(key: str, name: str, agent_loops: dict[str, AgentLoopFactory]) -> None:
+    if name not in agent_loops:
+        _named(key, AGENT_LOOPS.find, name)
+
+
+def _load_tokenizer(model: ModelConfig) -> Any:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            model.path, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"model.path: the tokenizer of {model.path!r} cannot be read: {reason}"
+        ) from error
+    # transformers makes an empty one where the folder has no files of a tokenizer
+    remedy = "which has no tokenizer; save it there with save_pretrained"
+    require(bool(tokenizer.encode("a")), "model.path", model.path, remedy)
+    return tokenizer
+
+
 def _certified_chat(config: Config, tokenizer: Any, tools: dict[str, BaseTool]) -> ChatBuilder:
-    schemas = [tool.tool_schema for tool in tools.values()] or None
     try:
         chat = ChatBuilder(tokenizer, chat_template=config.model.chat_template)
         if tools:
-            chat.certify(schemas)
+            chat.certify(_schemas(tools))
     except ChatTemplateError as error:
         key = "model.chat_template" if config.model.chat_template else "model.path"
         raise ConfigError(f"{key}: the chat template cannot be used: {error}") from error
     return chat
 
 
+def _schemas(tools: dict[str, BaseTool]) -> list[dict[str, Any]] | None:
+    return [tool.tool_schema for tool in tools.values()] or None
+
+
 def _read_rows(
-    config: Config, chat: ChatBuilder, tools: dict[str, BaseTool], key: str, files: list[str]
+    config: Config,
+    chat: ChatBuilder,
+    tools: dict[str, BaseTool],
+    agent_loops: dict[str, AgentLoopFactory],
+    key: str,
+    files: list[str],
 ) -> list[Row]:
-    if not files:
-        raise ConfigError(f"{key}: got []; name at least one parquet or JSONL file")
-    rows = load_rows(files)
-    for number, row in enumerate(rows):
-        if name := row.get("agent_name"):
-            _named(f"{key}: row {number}, column agent_name", AGENT_LOOPS.find, name)
-    schemas = [tool.tool_schema for tool in tools.values()] or None
+    require(bool(files), key, files, "name at least one .parquet or .jsonl file")
+    rows = []
+    for file in files:
+        for number, row in enumerate(load_rows([file])):
+            place = f"{file}: row {number}, column"
+            if name := row.get("agent_name"):
+                _check_agent_loop(f"{place} agent_name", name, agent_loops)
+            if config.reward.custom_reward_function is None:
+                _named(f"{place} data_source", SCORERS.find, row.get("data_source") or "")
+            rows.append(row)
 
     def count_tokens(row: Row) -> int:
-        return len(chat.prompt(row["prompt"], schemas))
+        try:
+            return len(chat.prompt(row["prompt"], _schemas(tools)))
+        except ChatTemplateError as error:
+            problem = f"prompt {row['prompt']!r} cannot be rendered: {error}"
+            raise ConfigError(f"{key}: {problem}") from error
 
     return filter_overlong(
         rows,
@@ -126,4 +159,5 @@ def _read_rows(
         max_prompt_length=config.data.max_prompt_length,
         filter_overlong_prompts=config.data.filter_overlong_prompts,
         truncation=config.data.truncation,
+        place=key,
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.utils.logging import disable_progress_bar
 
 from minirl.agent_loop import AgentLoopContext
@@ -52,20 +53,27 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
     on_trainer = TrainerThread()
     async with AsyncExitStack() as stack:
         world = stack.enter_context(distributed(config))
+        if world.device.type == "cuda":
+            await on_trainer(torch.cuda.set_device, world.device)  # each thread has its own
         log_file = config.trainer.run_dir / "logs" / f"rank_{world.rank}.log"
         stack.enter_context(_logging(log_file))
         SOCKETS.join(await on_trainer(world.broadcast_text, SOCKETS.make() if is_main else ""))
         addresses = [f"ipc://{SOCKETS.path}/engine_{group}" for group in range(world.num_groups)]
         total_steps = await on_trainer(_total_steps, config, world, inputs)
+        after_engine = await stack.enter_async_context(AsyncExitStack())
         async with asyncio.TaskGroup() as starting:
             loading = starting.create_task(on_trainer(_load, config, world, total_steps, training))
+            if world.device.type == "cuda":
+                # vLLM measures free memory while it starts: nobody else may take any.
+                await loading
+                await on_trainer(_settle, world)
             server = await _start_engine(config, world, stack) if world.is_leader else None
         policy, reference, critic = loading.result()
         if server:
             service = ServerService(server, addresses[world.group])
             await stack.enter_async_context(_background(service.serve(), _watch(server)))
         sync = WeightSync(config, world, server, on_trainer, policy.vocab_size)
-        stack.push_async_callback(sync.close)
+        after_engine.push_async_callback(sync.close)  # the workers hold its buffer until they end
         manager = await _connect(config, inputs, addresses, stack) if inputs else None
         yield Run(
             config=config,
@@ -88,6 +96,12 @@ def _total_steps(config: Config, world: Dist, inputs: Inputs | None) -> int:
     return config.trainer.total_training_steps or int(per_epoch) * config.trainer.total_epochs
 
 
+def _settle(world: Dist) -> None:
+    """Every rank holds what it will hold, and has returned the rest to the driver."""
+    torch.cuda.empty_cache()
+    world.barrier()
+
+
 def _load(
     config: Config, world: Dist, total_steps: int, training: bool
 ) -> tuple[PolicyTrainer, ReferencePolicy | None, CriticTrainer | None]:
@@ -100,12 +114,14 @@ def _load(
 async def _start_engine(config: Config, world: Dist, stack: AsyncExitStack) -> AsyncServerBase:
     """The engine of this rank's group, on the devices of the group's ranks."""
     size = world.tensor_parallel_size
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) // world.num_groups
     server = SERVERS.find(config.rollout.name)(
         config,
         log_file=config.trainer.run_dir / "logs" / f"engine_{world.group}.log",
         device_ids=None if world.device.type == "cpu" else world.group_devices,
-        num_threads=max(1, cores // world.world_size) if size == 1 else 1,
+        # One core stays free for the engine's scheduler and the event loop: OpenMP threads wait by
+        # spinning, and a worker with as many threads as there are cores loses most of its speed.
+        num_threads=max(1, (cores - 1) // size),
     )
     return await stack.enter_async_context(server)
 
@@ -130,6 +146,7 @@ async def _connect(
         chat=inputs.chat,
         tools=inputs.tools,
         config=config,
+        agent_loops=inputs.agent_loops,
     )
     worker = AgentLoopWorker(config.rollout, context, inputs.reward_manager)
     return AgentLoopManager(config, worker, router, clients)

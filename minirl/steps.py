@@ -45,6 +45,8 @@ class Steps:
         self._stack = ExitStack()
         self._records: Records | None = None
         self._bad_steps_in_a_row = 0
+        self.trajectories: list[Trajectory] = []
+        """All that were sampled in the step, also those that do not train; on rank 0."""
         self.number = 0
         """Of the step at work; 0 before the first."""
         self.total = run.total_steps
@@ -76,7 +78,7 @@ class Steps:
             self._metrics = Metrics()
             self._started = time.perf_counter()
             self._groups: list[Group] = []
-            self._trajectories: list[Trajectory] = []
+            self.trajectories = []
             self._bad_sequences: set[int] = set()
             yield self.number
 
@@ -232,7 +234,7 @@ class Steps:
         trajectories = await self._run.manager.generate_sequences(
             prompts, step=self.number, greedy=needs_greedy
         )
-        self._trajectories += trajectories
+        self.trajectories += trajectories
         self._metrics.update(self._run.manager.metrics, reduce="mean")
         groups = groups_for_training(
             prompts,
@@ -255,7 +257,7 @@ class Steps:
     async def _record(self, records: Records, batch: MicroBatch) -> None:
         config = self._config
         rewards = packing.to_rows(batch, "token_rewards").sum(1).tolist()
-        sampled = [t for t in self._trajectories if t.sample_index != GREEDY]
+        sampled = [t for t in self.trajectories if t.sample_index != GREEDY]
         self._metrics.merge(
             trajectory_metrics(
                 sampled,
@@ -265,7 +267,7 @@ class Steps:
             )
         )
         self._metrics.update(credit.batch_metrics(batch), reduce="last")
-        await records.write(self.number, "train", self._trajectories)
+        await records.write(self.number, "train", self.trajectories)
         members = [t for group in self._groups for t in group.trajectories]
         if bad := [members[index] for index in sorted(self._bad_sequences)]:
             await records.write(self.number, "bad", bad, limit=-1)

@@ -1,6 +1,6 @@
 """Where the metrics of a run go, and the files of trajectories that it leaves behind."""
 
-import importlib
+import importlib.util
 import itertools
 import json
 import logging
@@ -39,6 +39,19 @@ class Tracker(Protocol):
 
 
 TRACKERS: Registry[Callable[..., Tracker]] = Registry("tracker")
+PACKAGES = {"wandb", "mlflow", "swanlab"}
+"""Trackers that are packages of the same name, installed by whoever wants them."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ConfigError for a name of trainer.logger that is not registered or not installed."""
+    for name in names:
+        try:
+            TRACKERS.find(name)
+        except ValueError as error:
+            raise ConfigError(f"trainer.logger: {error}") from error
+        if name in PACKAGES and importlib.util.find_spec(name) is None:
+            raise _not_installed(name)
 
 
 class Tracking:
@@ -302,9 +315,11 @@ def _third_party(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != name:
             raise  # it is installed; something that it imports is not
-        raise ConfigError(
-            f"trainer.logger: got {name!r}, but it is not installed; pip install {name}"
-        ) from error
+        raise _not_installed(name) from error
+
+
+def _not_installed(name: str) -> ConfigError:
+    return ConfigError(f"trainer.logger: got {name!r}, but it is not installed; pip install {name}")
 
 
 def _run_id(run_dir: Path, tracker: str, resumed_at: int | None) -> str:

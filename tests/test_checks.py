@@ -1,13 +1,9 @@
 """What does not fit together is refused at start, with the key, the value and the remedy."""
 
-from pathlib import Path
-
 import pytest
 
 from minirl.checks import check_algorithms
 from minirl.config import Config, ConfigError, load_config
-
-CONFIGS = Path(__file__).parents[1] / "configs" / "debug"
 
 
 def load(*overrides: str) -> Config:
@@ -83,15 +79,3 @@ def test_refused(overrides: str, message: str) -> None:
 )
 def test_what_fits_is_accepted(overrides: list[str]) -> None:
     check_algorithms(load(*overrides))
-
-
-NAMES = ["ppo", "rloo", "reinforce_plus_plus", "remax", "dapo", "gspo", "cpo"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_configs_of_the_demo_load(name: str) -> None:
-    files = [str(CONFIGS / f"calculator_{n}.yaml") for n in ("grpo", name)]
-    config = load_config(files)
-    check_algorithms(config)
-    assert config.trainer.experiment_name == f"demo-{name}"
-    assert config != load_config([files[0], f"trainer.experiment_name=demo-{name}"])

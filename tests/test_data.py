@@ -237,7 +237,9 @@ def test_overlong_prompts_are_dropped_and_counted(caplog):
 
 
 def test_an_overlong_prompt_is_an_error_unless_it_may_be_cut():
-    with pytest.raises(ConfigError, match="got 7, but the prompt of row 3 has 8 tokens"):
+    with pytest.raises(
+        ConfigError, match="got 7, but the prompt of row 3 of the data has 8 tokens"
+    ):
         select(ROWS, 7, False, "error")
     assert select(ROWS, 7, False, "left") == ROWS
 
@@ -247,5 +249,5 @@ def test_prompts_that_just_fit_are_kept():
 
 
 def test_dropping_every_prompt_is_an_error():
-    with pytest.raises(ConfigError, match="all 10 prompts are longer"):
+    with pytest.raises(ConfigError, match="all 10 prompts of the data are longer"):
         select(ROWS, 3, True, "error")

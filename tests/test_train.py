@@ -7,17 +7,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from minirl.testing import tiny_model
 from minirl.tracking import read_metrics
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="exact agreement is for vLLM's CPU build; see tests/gpu"
+    ),
+]
 
 END_S = 10  # in which every process has to be gone
 REWARD = """
@@ -119,8 +124,8 @@ class Training:
 
     def leaves_nothing(self, processes: list[psutil.Process]) -> str:
         """Assert that all ends in time and nothing stays; return what was printed."""
-        _, alive = psutil.wait_procs([*processes, psutil.Process(self.process.pid)], END_S)
-        printed = self.process.communicate()[0]
+        printed = self.process.communicate(timeout=END_S)[0]
+        _, alive = psutil.wait_procs(processes, END_S)
         assert not alive, printed
         assert set(os.listdir("/dev/shm")) <= self.shared_before
         assert list(self.temporary.glob("minirl-*")) == []
@@ -171,10 +176,6 @@ def test_recorded_trajectories_mark_what_the_policy_sampled(undisturbed: Trainin
             p == 0 for p, m in zip(t["response_logprobs"], t["response_mask"], strict=True) if not m
         )
         assert set(t["weight_versions"]) == {1}  # synced after step 1
-
-
-def stop(number: int) -> Callable[[Training, list[psutil.Process]], None]:
-    return lambda training, processes: os.killpg(training.process.pid, number)
 
 
 def kill_engine(training: Training, processes: list[psutil.Process]) -> None:
@@ -237,18 +238,23 @@ def test_one_engine_over_two_ranks_and_an_exception_on_rank_1(project: Path) -> 
     assert len(reasons(printed)) == 1 and "vLLM engine died" in reasons(printed)[0]
 
 
+def test_a_killed_run_leaves_no_engine(project: Path) -> None:
+    training = Training(project, "killed", "trainer.total_training_steps=1000")
+    processes = training.wait_for_step(1)
+    training.process.kill()
+    assert not psutil.wait_procs(processes, END_S)[1]
+
+
 def test_an_exception_on_rank_1_ends_every_rank(project: Path) -> None:
     training = Training(
         project, "failing", "actor.policy_loss.loss_mode=planted:fails_on_rank_1",
         "rollout.tensor_parallel_size=2", ranks=2,
     )  # fmt: skip
     processes = training.wait_for_step(0)
-    started = time.monotonic()
     printed = training.output()
     assert reasons(printed) == ["minirl: rank 1: FloatingPointError: planted on rank 1"]
     assert training.process.returncode == 1
-    training.leaves_nothing(processes)
-    assert time.monotonic() - started < 60
+    assert not psutil.wait_procs(processes, END_S)[1]
     assert "planted.py" in (training.run_dir / "logs" / "rank_1.log").read_text()
 
 

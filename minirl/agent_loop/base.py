@@ -68,13 +68,7 @@ class AgentLoopContext:
             self.parser = TOOL_PARSERS.find(settings.format)()
         except ValueError as error:
             raise ConfigError(f"rollout.multi_turn.format: {error}") from error
-        try:
-            self.stop_when = re.compile(settings.stop_when) if settings.stop_when else None
-        except re.error as error:
-            raise ConfigError(
-                f"rollout.multi_turn.stop_when: got {settings.stop_when!r}; "
-                f"not a regular expression: {error}"
-            ) from error
+        self.stop_when = re.compile(settings.stop_when) if settings.stop_when else None
 
 
 class AgentLoopBase:

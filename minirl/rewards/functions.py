@@ -21,8 +21,8 @@ RewardFunction = Callable[[str, str, Any, Mapping[str, Any]], Awaitable[Score]]
 SCORERS: Registry[Callable[..., Score]] = Registry("reward function for data_source")
 """Quick functions by data_source, called on the event loop."""
 
-SCORERS.register("openai/gsm8k")(gsm8k.compute_score)
-SCORERS.register("calculator")(gsm8k.compute_score)
+SCORERS.register("openai/gsm8k")(gsm8k.score_and_answer)
+SCORERS.register("calculator")(gsm8k.score_and_answer)
 
 _POSITIONAL = ("data_source", "solution_str", "ground_truth", "extra_info")
 

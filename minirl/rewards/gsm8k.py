@@ -32,6 +32,25 @@ def compute_score(
     return score if answer == parse_number(str(ground_truth)) else format_score
 
 
+def score_and_answer(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    method: Literal["strict", "flexible"] = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> dict[str, Any]:
+    """`compute_score` as `score`, and the answer that it found as `pred`, for majority votes."""
+    answer = extract_answer(solution_str, method)
+    options: dict[str, Any] = {"method": method, "format_score": format_score, "score": score}
+    return {
+        "score": compute_score(data_source, solution_str, ground_truth, extra_info, **options),
+        "pred": None if answer is None else str(answer),
+    }
+
+
 def extract_answer(
     solution: str, method: Literal["strict", "flexible"] = "strict"
 ) -> Fraction | None:

@@ -55,11 +55,12 @@ class NaiveRewardManager:
     ) -> None:
         """Score `solution_str`, the text of the response, against the row's ground truth.
 
-        Of a mapping, `score` is the reward and every other number goes into the breakdown.
+        Of a mapping, `score` is the reward, `pred` what the solution says in the end, and every
+        other number goes into the breakdown.
         ValueError when there is no finite score; what the reward function raises passes through.
         """
         result = await self.compute_score(
-            row["data_source"],
+            row.get("data_source") or "",
             solution_str,
             (row.get("reward_model") or {}).get("ground_truth"),
             row.get("extra_info") or {},
@@ -71,6 +72,8 @@ class NaiveRewardManager:
                 f"the reward function returned {result!r}; expected a finite number, or a mapping "
                 "with one as `score`"
             )
+        answer = details.pop("pred", None)
+        trajectory.answer = None if answer is None else str(answer)
         trajectory.reward = float(reward)
         numbers = {key: float(value) for key, value in details.items() if _is_number(value)}
         trajectory.reward_breakdown.update(numbers)

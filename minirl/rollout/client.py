@@ -54,7 +54,7 @@ class AsyncLLMServerManager:
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._max_sessions = max_sticky_sessions
         self._imbalance = sticky_imbalance
-        self._turn = itertools.count()
+        self._last = -1  # the server that a conversation was last given to
         self._ids = itertools.count()
         self.stats = RoutingStats()
 
@@ -86,6 +86,8 @@ class AsyncLLMServerManager:
         if index not in self._servers or self._load[index] > overload:
             self.stats.num_moves += index != least
             index = least
+        if request_id not in self._sessions:
+            self._last = index
         self._sessions[request_id] = index
         self._sessions.move_to_end(request_id)
         if len(self._sessions) > self._max_sessions:
@@ -93,10 +95,8 @@ class AsyncLLMServerManager:
         return index
 
     def _least_loaded(self) -> int:
-        """Ties go round robin, not always to the first."""
-        lowest = min(self._load[i] for i in self._servers)
-        ties = [i for i in self._servers if self._load[i] == lowest]
-        return ties[next(self._turn) % len(ties)]
+        """Ties go round robin: to the next one after the server that got the last conversation."""
+        return min(self._servers, key=lambda i: (self._load[i], i <= self._last, i))
 
     def _count(self, index: int, num_prompt_tokens: int, output: TokenOutput) -> None:
         stats = self.stats

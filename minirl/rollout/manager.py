@@ -57,7 +57,7 @@ class AgentLoopManager:
 
         Raises:
             TooManyFailuresError: more failed than `rollout.max_failure_fraction`.
-            EngineLostError: an engine died.
+            ExceptionGroup: of EngineLostError or RequestRefusedError; an engine failed.
         """
         self._router.stats = RoutingStats()
         busy_before = [(await server.stats()).busy_s for server in self._servers]
@@ -115,14 +115,15 @@ class AgentLoopManager:
 
     def _check_failures(self, trajectories: list[Trajectory]) -> None:
         rollout = self._config.rollout
-        errors = Counter(str(t.error) for t in trajectories if t.termination == "error")
+        errors = [str(t.error) for t in trajectories if t.termination == "error"]
         limit = 0.0 if rollout.on_failure == "raise" else rollout.max_failure_fraction
-        if errors.total() > limit * len(trajectories):
-            cause, count = errors.most_common(1)[0]
+        if len(errors) > limit * len(trajectories):
+            cause, count = Counter(map(_cause, errors)).most_common(1)[0]
+            example = next(error for error in errors if _cause(error) == cause)
             raise TooManyFailuresError(
-                f"{errors.total()} of {len(trajectories)} trajectories failed, more than "
+                f"{len(errors)} of {len(trajectories)} trajectories failed, more than "
                 f"rollout.on_failure={rollout.on_failure} and rollout.max_failure_fraction="
-                f"{rollout.max_failure_fraction} allow; most often ({count} times):\n{cause}"
+                f"{rollout.max_failure_fraction} allow; most often ({count} times):\n{example}"
             )
 
 
@@ -133,7 +134,7 @@ def groups_for_training(
     drop_failed_groups: bool,
     needs_greedy: bool = False,
 ) -> list[Group]:
-    """Trajectories by prompt, without those that have no reward (they failed, or never sampled).
+    """Trajectories by prompt, without those that failed or have no reward (they never sampled).
 
     A failed trajectory never enters its group's baseline as a made-up zero: it is left out, or with
     `drop_failed_groups` its whole group is. So is a group whose greedy rollout failed, if
@@ -147,8 +148,8 @@ def groups_for_training(
         members = by_uid[row["uid"]]
         if drop_failed_groups and any(t.error for t in members):
             continue
-        greedy = [t.reward for t in members if t.sample_index == GREEDY and t.reward is not None]
-        rewarded = [t for t in members if t.sample_index != GREEDY and t.reward is not None]
+        greedy = [t.reward for t in members if t.sample_index == GREEDY and _is_rewarded(t)]
+        rewarded = [t for t in members if t.sample_index != GREEDY and _is_rewarded(t)]
         if rewarded and (greedy or not needs_greedy):
             groups.append(
                 Group(
@@ -169,12 +170,26 @@ def varied_groups(groups: list[Group], metric: str) -> list[Group]:
     return [g for g in groups if len({reward_number(t, metric) for t in g.trajectories}) > 1]
 
 
+def _is_rewarded(trajectory: Trajectory) -> bool:
+    return trajectory.reward is not None and trajectory.error is None
+
+
+def _cause(error: str) -> str:
+    """A traceback without the words of its exception, which often name one row's value."""
+    frames, _, last_line = error.rstrip().rpartition("\n")
+    return frames + last_line.partition(":")[0]
+
+
 def _sampling_params(sampling: SamplingConfig | RolloutConfig) -> dict[str, Any]:
     """In vLLM's names; what is off is left out."""
-    cuts = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
-    given = {name: getattr(sampling, name, off) for name, off in cuts.items()}
-    chosen = {name: value for name, value in given.items() if value != cuts[name]}
-    return {"temperature": sampling.temperature} | chosen
+    params = {"temperature": sampling.temperature}
+    if sampling.top_p != 1:
+        params["top_p"] = sampling.top_p
+    if sampling.top_k != -1:
+        params["top_k"] = sampling.top_k
+    if isinstance(sampling, RolloutConfig) and sampling.min_p:
+        params["min_p"] = sampling.min_p
+    return params
 
 
 @asynccontextmanager

@@ -11,7 +11,6 @@ import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -195,26 +194,33 @@ class ServerService:
 
 
 class ServerClient:
-    """Calls one server from any process: `async with ServerClient(address) as client`."""
+    """Calls one server from any process: `async with ServerClient(address) as client`.
+
+    When the process that serves goes away, what is under way fails with EngineLostError, as does
+    every later call.
+    """
 
     def __init__(self, address: str, name: str = "engine") -> None:
         self.address = address
         self.name = name
         self._ids = itertools.count()
         self._pending: dict[int, asyncio.Future[Reply]] = {}
+        self._lost = ""
+        """Why the connection ended."""
 
     async def __aenter__(self) -> Self:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         _unlimited(self._socket)
+        self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(self.address)
-        self._receiver = asyncio.create_task(self._receive())
-        self._receiver.add_done_callback(self._fail_pending)
+        self._connection = asyncio.create_task(self._receive())
+        self._connection.add_done_callback(self._fail_pending)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._receiver.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._receiver
+        self._connection.cancel()
+        await asyncio.wait([self._connection])
+        self._socket.disable_monitor()
         self._socket.close(linger=100)  # milliseconds, for an abort that is still on its way
 
     async def generate(
@@ -239,6 +245,8 @@ class ServerClient:
 
     async def call(self, method: str, returns: Any = None, **arguments: Any) -> Any:
         """Call any of METHODS; its errors are raised here with the server's name."""
+        if self._lost:
+            raise EngineLostError(self._lost)
         call = Call(next(self._ids), method, arguments)
         answer = self._pending[call.id] = asyncio.get_running_loop().create_future()
         try:
@@ -254,6 +262,13 @@ class ServerClient:
         await self._socket.send(msgspec.msgpack.encode(call))
 
     async def _receive(self) -> None:
+        """Hand out replies until the other side is gone."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._hand_out())
+            await self._events.recv_multipart()
+            raise EngineLostError("the process that serves it is gone")
+
+    async def _hand_out(self) -> None:
         decoder = msgspec.msgpack.Decoder(Reply)
         while True:
             reply = decoder.decode(await self._socket.recv())
@@ -261,11 +276,13 @@ class ServerClient:
             if answer is not None and not answer.done():  # else its caller was cancelled
                 answer.set_result(reply)
 
-    def _fail_pending(self, receiver: "asyncio.Task[None]") -> None:
-        error = None if receiver.cancelled() else receiver.exception()
+    def _fail_pending(self, connection: "asyncio.Task[None]") -> None:
+        group = None if connection.cancelled() else connection.exception()
+        reason = group.exceptions[0] if isinstance(group, BaseExceptionGroup) else "closed"
+        self._lost = f"{self.name}: {reason}"
         for answer in self._pending.values():
             if not answer.done():
-                answer.set_exception(EngineLostError(f"{self.name}: the connection ended: {error}"))
+                answer.set_exception(EngineLostError(self._lost))
 
 
 def _unlimited(socket: zmq.asyncio.Socket) -> None:

@@ -121,13 +121,23 @@ class VLLMServer(AsyncServerBase):
         )
 
     def _child_environment(self) -> dict[str, str]:
-        shared = {"PYTHONWARNINGS": "ignore", "VLLM_CONFIGURE_LOGGING": "0"}
+        shared = {
+            "PYTHONWARNINGS": "ignore",
+            "VLLM_CONFIGURE_LOGGING": "0",
+            "MINIRL_LEADER_PID": str(os.getpid()),  # weight_transfer.LEADER_PID
+        }
         if self.device_ids is None:
             return shared | {
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": str(self.num_threads),
             }
-        return shared | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.device_ids))}
+        # Devices are numbered among those that this process sees.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [str(i) for i in range(max(self.device_ids) + 1)]
+        return shared | {
+            "CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in self.device_ids),
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # never fork a process that uses CUDA
+        }
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str

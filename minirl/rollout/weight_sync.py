@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
+import torch
 from torch import Tensor
 
 from minirl.config import Config
@@ -53,6 +54,7 @@ class WeightSync:
         """Send the buckets of `weights` and make them count as `version`."""
         server = self._server
         buffer = self._buffer or await self._open(weights.num_bytes)
+        await self._on_trainer(self._make_room)
         if server:
             await server.wake_up(["weights"])
             await server.start_weight_update()
@@ -60,6 +62,8 @@ class WeightSync:
         # The gather of the next bucket needs every rank, so none overwrites what is being loaded.
         while (bucket := await self._on_trainer(next, buckets, None)) is not None:
             info = await self._on_trainer(buffer.write, bucket)
+            if buffer.bytes.is_cuda and self._world.tensor_parallel_size > 1:
+                await self._on_trainer(self._world.barrier)  # each worker reads another rank's
             if server:
                 await server.update_weights(info)
         if server:
@@ -94,6 +98,12 @@ class WeightSync:
                 f"rollout.sync_check.max_logprob_diff={check.max_logprob_diff:g}"
             )
         return difference
+
+    def _make_room(self) -> None:
+        """Hand the trainer's cached memory to the engines; every rank, before any engine wakes."""
+        if self._world.device.type == "cuda":
+            torch.cuda.empty_cache()
+            self._world.barrier()
 
     async def close(self) -> None:
         """Give the buffer back."""

@@ -11,6 +11,9 @@ This module is imported in vLLM's worker processes too: there it registers the r
 import math
 import mmap
 import os
+import select
+import signal
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +31,11 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 BACKEND = "minirl"
+LEADER_PID = "MINIRL_LEADER_PID"
+"""Variable by which workers know the process that they belong to."""
 ALIGNMENT = 64  # bytes; a multiple of every dtype's size
 
 
@@ -96,8 +102,11 @@ class WeightBuffer:
         return vars(info)
 
     def close(self) -> None:
-        """Give the memory back once the workers have let go of it too."""
+        """Give the memory back; the workers have let go of it, or are gone."""
+        is_cuda = self.bytes.is_cuda
         del self.bytes
+        if is_cuda:
+            torch.cuda.ipc_collect()  # also removes torch's reference counters from /dev/shm
         if self._fd is not None:
             os.close(self._fd)
 
@@ -165,12 +174,23 @@ class MinirlTransfer(WeightTransferEngine[MinirlInitInfo, MinirlUpdateInfo]):
         """Load the tensors that the buffer holds.
 
         vLLM keeps a tensor until all parts of its module (q, k and v of one projection) have come;
-        buckets therefore hold whole decoder layers, and nothing is kept beyond this call.
+        buckets therefore hold whole decoder layers, and little is kept beyond this call.
         """
         dtypes = [getattr(torch, name) for name in update_info.dtypes]
         parts = zip(update_info.names, update_info.offsets, dtypes, update_info.shapes, strict=True)
         load: Any = self.model.load_weights  # every vLLM model has it, nn.Module does not
         load([(name, _view(self.flat, at, dtype, shape)) for name, at, dtype, shape in parts])
+        self._copy_what_waits()
+
+    def _copy_what_waits(self) -> None:
+        """Take out of the buffer what vLLM will load only when the update ends: weights that do not
+        fill their parameter, as in a vocabulary that is padded to a multiple of 64."""
+        buffer = self.flat.untyped_storage().data_ptr()
+        for module in self.model.modules():
+            for _, call in get_layerwise_info(module).loaded_weights:
+                for name, value in call.arguments.items():
+                    if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == buffer:
+                        call.arguments[name] = value.clone()
 
     def finish_weight_update(self) -> None:
         """Put the new weights in place."""
@@ -203,5 +223,27 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
 class WorkerExtension:
     """Named in the engine's arguments so that every worker process imports this module."""
 
+
+def _end_with(leader_pid: int) -> None:
+    """End the engine core, and with it this worker, when the leader is gone, however it ended.
+
+    vLLM's workers end with their engine core, but the core does not notice that the process which
+    started it was killed, and would keep the devices' memory for ever.
+    """
+
+    def wait() -> None:
+        try:
+            leader = os.pidfd_open(leader_pid)
+        except ProcessLookupError:
+            pass  # gone already
+        else:
+            select.select([leader], [], [])
+        os.kill(os.getppid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="end with leader", daemon=True).start()
+
+
+if (_leader := os.environ.get(LEADER_PID)) and int(_leader) != os.getpid():  # in a worker
+    _end_with(int(_leader))
 
 WeightTransferEngineFactory.register_engine(BACKEND, MinirlTransfer)

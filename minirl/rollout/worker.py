@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from minirl.agent_loop import AgentLoopContext, make_agent_loop, record_failure, run_agent_loop
+from minirl.agent_loop import (
+    AgentLoopContext,
+    derive_seed,
+    make_agent_loop,
+    record_failure,
+    run_agent_loop,
+)
 from minirl.config import RolloutConfig
 from minirl.rewards import RewardManager
 from minirl.types import Trajectory
@@ -41,13 +47,15 @@ class AgentLoopWorker:
         A failed engine is no trajectory's fault and is raised.
         """
         attempts = 1 + (self._config.max_retries if self._config.on_failure == "retry" else 0)
-        for _ in range(attempts):
-            trajectories = await self._attempt(request)
+        for attempt in range(attempts):
+            # The same seed would sample the same tokens, and fail in the same way.
+            seed = derive_seed(request.seed, "retry", attempt) if attempt else request.seed
+            trajectories = await self._attempt(request, seed)
             if all(trajectory.termination != "error" for trajectory in trajectories):
                 break
         return trajectories
 
-    async def _attempt(self, request: SampleRequest) -> list[Trajectory]:
+    async def _attempt(self, request: SampleRequest, seed: int) -> list[Trajectory]:
         started = time.perf_counter()
         row = {
             **request.row,
@@ -56,7 +64,7 @@ class AgentLoopWorker:
         }
         name = row.get("agent_name") or self._config.agent.default_agent_loop
         loop = make_agent_loop(name, self._context)
-        params = {**request.sampling_params, "seed": request.seed}
+        params = {**request.sampling_params, "seed": seed}
         trajectories = await run_agent_loop(loop, params, row)
         if all(trajectory.error is None for trajectory in trajectories):
             await self._score(trajectories, row)

@@ -27,8 +27,9 @@ def custom(path, name="compute_score", **kwargs):
 @pytest.mark.parametrize("data_source", ["calculator", "openai/gsm8k"])
 async def test_by_data_source(data_source):
     score = load_reward_function(RewardConfig(reward_kwargs={"format_score": 0.2}))
-    assert await score(data_source, "#### 4", "4", {}) == 1.0
-    assert await score(data_source, "#### 5", "4", {}) == 0.2
+    assert await score(data_source, "#### 4", "4", {}) == {"score": 1.0, "pred": "4"}
+    assert await score(data_source, "#### 5", "4", {}) == {"score": 0.2, "pred": "5"}
+    assert await score(data_source, "four", "4", {}) == {"score": 0.0, "pred": None}
 
 
 async def test_unknown_data_source_and_option():

@@ -44,10 +44,11 @@ async def test_naive_manager_scores_by_the_row():
 
 async def test_a_mapping_is_a_score_and_numbers_to_log():
     trajectory = Trajectory(prompt_ids=[], reward_breakdown={"tool/a": 1.0})
-    result = {"score": 1, "acc": True, "length": 3, "prediction": "4", "none": None}
+    result = {"score": 1, "acc": True, "length": 3, "pred": 4, "note": "x", "none": None}
     await returns(result)(trajectory, ROW, "")
     assert trajectory.reward == 1.0
     assert trajectory.reward_breakdown == {"tool/a": 1.0, "acc": 1.0, "length": 3.0}
+    assert trajectory.answer == "4"
 
 
 @pytest.mark.parametrize("value", [None, "1.0", {"acc": 1}, float("nan"), {"score": float("inf")}])

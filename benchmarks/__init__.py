@@ -1,0 +1,1 @@
+"""Commands that measure: each prints a table and writes JSON; figures go into RESULTS.md."""

@@ -1,0 +1,428 @@
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+import pytest
+from scripted_engine import ScriptedEngine, serving
+
+from minirl.agent_loop import AgentLoopBase, register
+from minirl.rewards import load_reward_manager
+from minirl.rollout.client import AsyncLLMServerManager
+from minirl.rollout.manager import AgentLoopManager, TooManyFailuresError, groups_for_training
+from minirl.rollout.server import EngineLostError, ServerClient
+from minirl.rollout.worker import AgentLoopWorker
+from minirl.testing import ScriptedServer, byte_tokenizer, make_context
+from minirl.tools import BaseTool, ToolResponse
+from minirl.tools.calculator import CalculatorTool
+from minirl.types import Trajectory
+
+TOKENIZER = byte_tokenizer()
+SETTINGS = ["data.max_prompt_length=4096", "rollout.response_length=2048", "rollout.n=1"]
+
+
+@dataclass
+class Rollout:
+    """A manager over a scripted engine, everything between them real."""
+
+    manager: AgentLoopManager
+    engine: ScriptedEngine
+    client: ServerClient
+
+    @property
+    def requests(self):
+        return self.engine.script.requests
+
+    def seeds(self, turn: int = 0) -> dict[str, int]:
+        """By prompt, one sample of each."""
+        asked = [r for r in self.requests if r.turn == turn]
+        return {question(r.prompt_ids): r.sampling_params["seed"] for r in asked}
+
+
+class Opener:
+    """Opens rollouts in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.numbers = folder, count()
+
+    @asynccontextmanager
+    async def __call__(
+        self, replies: Any, *overrides: str, tools: Any = (), **options: Any
+    ) -> AsyncIterator[Rollout]:
+        engine = ScriptedEngine(ScriptedServer(TOKENIZER, replies, **options))
+        async with serving(engine, self.folder / f"s{next(self.numbers)}") as client:
+            router = AsyncLLMServerManager([client], max_sticky_sessions=9999, sticky_imbalance=4)
+            context = make_context(engine.script, tools=tools, overrides=[*SETTINGS, *overrides])
+            context.server = router
+            config = context.config
+            worker = AgentLoopWorker(
+                config.rollout, context, load_reward_manager(config.reward, response_length=99)
+            )
+            manager = AgentLoopManager(config, worker, router, [client])
+            yield Rollout(manager, engine, client)
+
+
+@pytest.fixture
+def open_rollout(tmp_path: Path) -> Opener:
+    return Opener(tmp_path)
+
+
+def prompts(number: int, **columns: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "uid": f"0-{i}",
+            "prompt": [{"role": "user", "content": f"question {i}"}],
+            "data_source": "calculator",
+            "reward_model": {"ground_truth": str(i)},
+            **columns,
+        }
+        for i in range(number)
+    ]
+
+
+def question(prompt_ids: list[int]) -> str:
+    """The number of the question, out of the tokens."""
+    found = re.search(r"question (\d+)", TOKENIZER.decode(prompt_ids))
+    assert found
+    return found[1]
+
+
+def right(request_id: str, turn: int, prompt_ids: list[int]) -> str:
+    return f"#### {question(prompt_ids)}"
+
+
+def text(trajectory: Trajectory) -> str:
+    return TOKENIZER.decode(trajectory.response_ids)
+
+
+def random_delays(seed: int) -> Callable[[str, int], float]:
+    numbers = Random(seed)
+    return lambda request_id, turn: numbers.random() / 50
+
+
+async def test_order_of_the_results(open_rollout: Opener) -> None:
+    async with open_rollout(right, "rollout.n=3", delay_s=random_delays(0)) as rollout:
+        trajectories = await rollout.manager.generate_sequences(prompts(5), step=1)
+        assert rollout.engine.most_running == 15
+    assert [(t.uid, t.sample_index) for t in trajectories] == [
+        (f"0-{i}", k) for i in range(5) for k in range(3)
+    ]
+    for t in trajectories:
+        number = t.uid.removeprefix("0-")
+        assert (text(t), t.reward) == (f"#### {number}<|im_end|>", 1.0)
+        assert (t.data_source, t.ground_truth, t.termination) == ("calculator", number, "stop")
+
+
+async def test_the_same_seed_asks_the_same_whatever_the_timing(open_rollout: Opener) -> None:
+    def two_turns(request_id: str, turn: int, prompt_ids: list[int]) -> str:
+        return CALL if turn == 0 else right(request_id, turn, prompt_ids)
+
+    asked = []
+    for timing in (1, 2):
+        async with open_rollout(
+            two_turns, "rollout.n=2", tools=[CalculatorTool({})], delay_s=random_delays(timing)
+        ) as rollout:
+            await rollout.manager.generate_sequences(prompts(6, agent_name="tool_agent"), step=3)
+            order = [(r.prompt_ids, r.sampling_params["seed"]) for r in rollout.requests]
+            asked.append(order)
+    assert asked[0] != asked[1]  # another order
+    assert sorted(asked[0]) == sorted(asked[1])  # of the same requests
+    seeds = [seed for _, seed in asked[0]]
+    assert len(set(seeds)) == len(seeds) == 6 * 2 * 2  # prompt, sample and turn have their own
+
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 1"}}\n</tool_call>'
+
+
+async def test_seeds_depend_on_step_and_run_seed_but_not_in_validation(
+    open_rollout: Opener,
+) -> None:
+    async def seeds(step: int, *overrides: str, validate: bool = False) -> dict[str, int]:
+        async with open_rollout(right, *overrides) as rollout:
+            await rollout.manager.generate_sequences(prompts(3), step=step, validate=validate)
+            return rollout.seeds()
+
+    first = await seeds(1)
+    assert await seeds(1) == first
+    others = [await seeds(2), await seeds(1, "trainer.seed=1"), await seeds(1, validate=True)]
+    for other in others:
+        assert other.keys() == first.keys()
+        assert not set(other.values()) & set(first.values())
+    assert await seeds(9, validate=True) == others[2]  # comparable from step to step
+
+
+async def test_training_and_validation_sample_differently(open_rollout: Opener) -> None:
+    async with open_rollout(
+        right, "rollout.n=2", "rollout.temperature=0.7",
+        "rollout.val_kwargs={n: 3, temperature: 0.2, top_p: 0.9, top_k: 5}",
+    ) as rollout:  # fmt: skip
+        assert len(await rollout.manager.generate_sequences(prompts(1), step=1)) == 2
+        training = rollout.requests[-1].sampling_params
+        validated = await rollout.manager.generate_sequences(prompts(1), step=1, validate=True)
+        validation = rollout.requests[-1].sampling_params
+    assert [t.sample_index for t in validated] == [0, 1, 2]
+    common = {"max_tokens": 2048, "stop_token_ids": [TOKENIZER.eos_token_id]}
+    assert training == {"temperature": 0.7, "seed": training["seed"], **common}
+    assert validation == {
+        **common, "temperature": 0.2, "top_p": 0.9, "top_k": 5, "seed": validation["seed"],
+    }  # fmt: skip
+
+
+async def test_rows_choose_their_agent_loop(open_rollout: Opener) -> None:
+    rows = [*prompts(1), *prompts(1, agent_name="tool_agent")]
+    async with open_rollout(lambda *_: CALL, "rollout.max_failure_fraction=1") as rollout:
+        single, tools = await rollout.manager.generate_sequences(rows, step=1)
+    assert (single.num_turns, single.tool_calls) == (1, [])
+    assert tools.num_turns > 1 and tools.tool_calls[0].status == "unknown_tool"
+
+
+class EchoTool(BaseTool):
+    """Says what it was told, slowly, and notes what it holds."""
+
+    schema: ClassVar = {
+        "type": "function",
+        "function": {
+            "name": "echo",
+            "description": "Say it again.",
+            "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+        },
+    }
+
+    def __init__(self, delay_s: Callable[[str], float]) -> None:
+        super().__init__({})
+        self.delay_s = delay_s
+        self.held: dict[str, list[str]] = {}
+        self.most_held = 0
+        self.num_released = 0
+
+    async def create(self, **kwargs: Any) -> str:
+        instance_id = await super().create(**kwargs)
+        self.held[instance_id] = []
+        self.most_held = max(self.most_held, len(self.held))
+        return instance_id
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        heard = self.held[instance_id]
+        heard.append(parameters["text"])
+        await asyncio.sleep(self.delay_s(parameters["text"]))
+        return ToolResponse(f"heard {parameters['text']} after {len(heard)}"), 0.25, {}
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        del self.held[instance_id]
+        self.num_released += 1
+
+
+def echo(words: str) -> str:
+    arguments = f'{{"name": "echo", "arguments": {{"text": "{words}"}}}}'
+    return f"<tool_call>\n{arguments}\n</tool_call>"
+
+
+async def test_conversations_that_call_tools_at_once_never_mix(open_rollout: Opener) -> None:
+    def reply(request_id: str, turn: int, prompt_ids: list[int]) -> str:
+        number = question(prompt_ids)
+        # what is in the context so far belongs to this conversation alone
+        assert set(re.findall(r"q(\d+)t", TOKENIZER.decode(prompt_ids))) <= {number}
+        return echo(f"q{number}t{turn}") if turn < 3 else f"#### {number}"
+
+    delays = Random(0)
+    tool = EchoTool(lambda text: delays.random() / 50)
+    async with open_rollout(reply, tools=[tool], delay_s=random_delays(1)) as rollout:
+        trajectories = await rollout.manager.generate_sequences(
+            prompts(24, agent_name="tool_agent"), step=1
+        )
+    assert tool.most_held > 2  # they did overlap
+    assert tool.held == {} and tool.num_released == 24
+    for i, t in enumerate(trajectories):
+        assert [c.arguments for c in t.tool_calls] == [f'{{"text": "q{i}t{k}"}}' for k in range(3)]
+        assert [c.result for c in t.tool_calls] == [
+            f"heard q{i}t{k} after {k + 1}" for k in range(3)
+        ]
+        assert t.turn_rewards == [0.25, 0.25, 0.25, 0.0] and t.reward == 1.0
+        observed = [x for x, mask in zip(t.response_ids, t.response_mask, strict=True) if not mask]
+        sampled = [x for x, mask in zip(t.response_ids, t.response_mask, strict=True) if mask]
+        assert TOKENIZER.decode(observed).count(f"heard q{i}t") == 3
+        expected = [*(echo(f"q{i}t{k}") for k in range(3)), f"#### {i}"]
+        assert TOKENIZER.decode(sampled) == "".join(f"{turn}<|im_end|>" for turn in expected)
+
+
+async def test_cancellation_releases_tools_and_aborts_requests(open_rollout: Opener) -> None:
+    def reply(request_id: str, turn: int, prompt_ids: list[int]) -> Any:
+        return echo(question(prompt_ids)) if turn == 0 else asyncio.sleep(3600, "never")
+
+    tool = EchoTool(lambda text: 3600.0 if int(text) % 2 else 0.0)
+    async with open_rollout(reply, tools=[tool]) as rollout:
+        work = asyncio.create_task(
+            rollout.manager.generate_sequences(prompts(6, agent_name="tool_agent"), step=1)
+        )
+        async with asyncio.timeout(30):
+            while (await rollout.client.stats()).num_running < 3 or len(tool.held) < 6:
+                pass  # three of them come to wait for the engine, three for their tool
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        assert tool.held == {} and tool.num_released == 6
+        await rollout.client.stats()  # behind the aborts on the same socket
+        assert len(rollout.engine.aborted) == 3
+
+
+@register("fails_for")
+class FailsFor(AgentLoopBase):
+    """Fails for the rows that say so, after a turn; `attempts` counts by row."""
+
+    attempts: ClassVar[dict[str, int]] = {}
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
+        key = f"{row['uid']}/{row['sample_index']}"
+        self.attempts[key] = self.attempts.get(key, 0) + 1
+        trajectory = await self.start(row["raw_prompt"])
+        await self.generate(trajectory, sampling_params)
+        if self.attempts[key] <= row["num_failures"].get(str(row["sample_index"]), 0):
+            trajectory.reward = 0.0
+            raise ZeroDivisionError(f"planted in {row['uid']}")
+        return self.finish(trajectory, "stop")
+
+
+def failing(*num_failures: dict[str, int]) -> list[dict[str, Any]]:
+    """One prompt per argument: by sample index, how often it fails."""
+    FailsFor.attempts.clear()
+    rows = prompts(len(num_failures), agent_name="fails_for")
+    return [{**row, "num_failures": n} for row, n in zip(rows, num_failures, strict=True)]
+
+
+def sizes(rows: list[dict[str, Any]], trajectories: list[Trajectory], **kwargs: bool) -> dict:
+    groups = groups_for_training(rows, trajectories, **kwargs)
+    assert all(t.reward == 1.0 for group in groups for t in group.trajectories)
+    assert all(group.row["uid"] == group.uid for group in groups)
+    return {group.uid: [t.sample_index for t in group.trajectories] for group in groups}
+
+
+async def test_a_failed_trajectory_is_masked_and_never_a_zero(open_rollout: Opener) -> None:
+    rows = failing({"1": 9}, {}, {"0": 9, "1": 9, "2": 9})
+    async with open_rollout(right, "rollout.n=3") as rollout:
+        trajectories = await rollout.manager.generate_sequences(rows, step=1)
+    failed = trajectories[1]
+    assert failed.termination == "error" and "ZeroDivisionError: planted in 0-0" in failed.error
+    assert text(failed) == "#### 0<|im_end|>"  # what was sampled until then is kept
+    assert sizes(rows, trajectories, drop_failed_groups=False) == {"0-0": [0, 2], "0-1": [0, 1, 2]}
+    assert sizes(rows, trajectories, drop_failed_groups=True) == {"0-1": [0, 1, 2]}
+    assert set(FailsFor.attempts.values()) == {1}
+
+
+async def test_retry_makes_further_attempts_with_other_seeds(open_rollout: Opener) -> None:
+    rows = failing({"0": 2}, {"0": 9}, {})
+    async with open_rollout(right, "rollout.on_failure=retry", "rollout.max_retries=2") as rollout:
+        trajectories = await rollout.manager.generate_sequences(rows, step=1)
+        asked = [r.sampling_params["seed"] for r in rollout.requests]
+    assert [t.termination for t in trajectories] == ["stop", "error", "stop"]
+    assert FailsFor.attempts == {"0-0/0": 3, "0-1/0": 3, "0-2/0": 1}
+    assert len(set(asked)) == len(asked) == 7
+
+
+async def test_raise_ends_the_run_at_the_first_failure(open_rollout: Opener) -> None:
+    rows = failing({"0": 1}, *[{}] * 9)
+    async with open_rollout(right, "rollout.on_failure=raise") as rollout:
+        with pytest.raises(TooManyFailuresError) as caught:
+            await rollout.manager.generate_sequences(rows, step=1)
+    assert "1 of 10 trajectories failed" in str(caught.value)
+    assert "rollout.on_failure=raise" in str(caught.value)
+    assert "ZeroDivisionError: planted in 0-0" in str(caught.value)
+
+
+async def test_too_many_failures_end_the_run_with_the_most_frequent_cause(
+    open_rollout: Opener, tmp_path: Path
+) -> None:
+    def setting(limit: str) -> Any:
+        FailsFor.attempts.clear()
+        return open_rollout(right, f"rollout.max_failure_fraction={limit}",
+                            f"reward.custom_reward_function.path={reward}")  # fmt: skip
+
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if ground_truth in ('3', '4', '5'):\n"
+        "        raise LookupError(f'no answer to {ground_truth}')\n"
+        "    return 1.0\n"
+    )
+    rows = failing({"0": 9}, {"0": 9}, *[{}] * 6)
+    async with setting("0.5") as rollout:
+        with pytest.raises(TooManyFailuresError) as caught:
+            await rollout.manager.generate_sequences(rows, step=1)
+    message = str(caught.value)
+    assert "5 of 8 trajectories failed" in message and "most often (3 times)" in message
+    assert "LookupError: no answer to 3" in message and "reward.py" in message
+    async with setting("0.625") as rollout:  # not more than that
+        trajectories = await rollout.manager.generate_sequences(rows, step=1)
+    assert sizes(rows, trajectories, drop_failed_groups=False) == {
+        "0-2": [0],
+        "0-6": [0],
+        "0-7": [0],
+    }
+
+
+async def test_a_timeout_is_no_zero_either(open_rollout: Opener) -> None:
+    rows = prompts(2)
+    delay = lambda request_id, turn: 0.0 if len(rollout.requests) == 1 else 3600.0
+    async with open_rollout(right, "rollout.trajectory_timeout_s=0.3", delay_s=delay) as rollout:
+        trajectories = await rollout.manager.generate_sequences(rows, step=1)
+    assert [t.termination for t in trajectories] == ["stop", "timeout"]
+    assert sizes(rows, trajectories, drop_failed_groups=False) == {"0-0": [0]}
+    assert sizes(rows, trajectories, drop_failed_groups=True) == {"0-0": [0]}
+
+
+@register("rewrites_history")
+class RewritesHistory(AgentLoopBase):
+    """Two stretches of one conversation."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Trajectory]:
+        stretches = []
+        for messages in ([{"role": "user", "content": "question 99"}], row["raw_prompt"]):
+            trajectory = await self.start(messages)
+            await self.generate(trajectory, sampling_params)
+            stretches.append(self.finish(trajectory, "stop"))
+        return stretches
+
+
+async def test_stretches_of_one_conversation_share_its_reward(open_rollout: Opener) -> None:
+    rows = prompts(2, agent_name="rewrites_history")
+    async with open_rollout(right, "rollout.n=2") as rollout:
+        trajectories = await rollout.manager.generate_sequences(rows, step=1)
+        seeds = {r.sampling_params["seed"] for r in rollout.requests}
+    assert [text(t) for t in trajectories[:4]] == ["#### 99<|im_end|>", "#### 0<|im_end|>"] * 2
+    assert [t.reward for t in trajectories] == [1.0] * 8
+    assert len(seeds) == 8
+    assert sizes(rows, trajectories, drop_failed_groups=False) == {
+        "0-0": [0, 0, 1, 1], "0-1": [0, 0, 1, 1],
+    }  # fmt: skip
+
+
+async def test_a_dead_engine_ends_the_rollout(open_rollout: Opener) -> None:
+    def reply(request_id: str, turn: int, prompt_ids: list[int]) -> Any:
+        if question(prompt_ids) == "3":
+            raise EngineLostError("the engine died")
+        return asyncio.sleep(3600, "never")
+
+    async with open_rollout(reply, "rollout.on_failure=retry") as rollout:
+        with pytest.raises(ExceptionGroup) as caught:
+            async with asyncio.timeout(30):
+                await rollout.manager.generate_sequences(prompts(6), step=1)
+    [error] = caught.value.exceptions
+    assert isinstance(error, EngineLostError) and str(error) == "engine 0: the engine died"
+
+
+async def test_what_a_rollout_measures(open_rollout: Opener) -> None:
+    async with open_rollout(right, delay_s=0.01) as rollout:
+        await rollout.manager.generate_sequences(prompts(4), step=1)
+        first = dict(rollout.manager.metrics)
+        await rollout.manager.generate_sequences(prompts(2), step=2)
+        await rollout.manager.sleep(level=2)
+    assert first["rollout/requests/server_0"] == 4
+    assert rollout.manager.metrics["rollout/requests/server_0"] == 2  # of this rollout alone
+    assert first["rollout/tokens_per_s"] > 0
+    assert first["rollout/prefix_cache_hit_rate"] == first["rollout/num_moves"] == 0
+    assert first["rollout/loop_lag_max_s"] >= 0
+    assert rollout.engine.calls == [("sleep", 2)]

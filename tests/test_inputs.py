@@ -1,0 +1,274 @@
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from minirl.agent_loop import AgentLoopContext, SingleTurnAgentLoop, make_agent_loop
+from minirl.config import ConfigError, load_config
+from minirl.distributed import place
+from minirl.inputs import Inputs, read_inputs
+from minirl.rollout.vllm_server import check_vllm
+from minirl.testing import CHATML_TEMPLATE, tiny_model
+
+CALCULATOR = "minirl.tools.calculator:CalculatorTool"
+
+
+class PatientAgentLoop(SingleTurnAgentLoop):
+    """Named in the tests' agent-loop file."""
+
+    def __init__(self, context: AgentLoopContext, *, patience: int = 1) -> None:
+        super().__init__(context)
+        self.patience = patience
+
+
+def make_row(number: int, **columns: Any) -> dict[str, Any]:
+    return {
+        "prompt": [{"role": "user", "content": f"What is {number} + {number}?"}],
+        "data_source": "calculator",
+        "reward_model": {"style": "rule", "ground_truth": str(2 * number)},
+        **columns,
+    }
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and everything else that a config can name, all of it good."""
+    folder = tmp_path_factory.mktemp("project")
+    tiny_model(folder / "model")
+    write_rows(folder / "rows.jsonl", [make_row(i) for i in range(8)])
+    (folder / "tools.yaml").write_text(yaml.dump({"tools": [{"class_name": CALCULATOR}]}))
+    target = f"{__name__}:PatientAgentLoop"
+    (folder / "agents.yaml").write_text(
+        yaml.dump([{"name": "patient", "_target_": target, "patience": 3}])
+    )
+    (folder / "reward.py").write_text("def compute_score(*_): return 1.0\n")
+    return folder
+
+
+def read(project: Path, *overrides: str, training: bool = True) -> Inputs:
+    config = load_config(
+        [
+            f"model.path={project}/model",
+            f"data.train_files=[{project}/rows.jsonl]",
+            "data.train_batch_size=4",
+            *overrides,
+        ]
+    )
+    return read_inputs(config, training=training)
+
+
+def problem(project: Path, *overrides: str, training: bool = True) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(project, *overrides, training=training)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_good_input(project: Path) -> None:
+    inputs = read(
+        project,
+        f"data.val_files=[{project}/rows.jsonl, {project}/rows.jsonl]",
+        f"rollout.multi_turn.tool_config_path={project}/tools.yaml",
+        f"reward.custom_reward_function.path={project}/reward.py",
+    )
+    assert list(inputs.tools) == ["calculator"]
+    assert (len(inputs.train_rows), len(inputs.val_rows)) == (8, 16)
+    assert inputs.agent_loops == {}
+    assert inputs.tokenizer.chat_template == CHATML_TEMPLATE
+
+
+def test_agent_loops_of_a_file_serve_rows_and_the_default(project: Path, tmp_path: Path) -> None:
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [make_row(i, agent_name="patient") for i in range(4)]
+    )
+    inputs = read(
+        project,
+        f"data.train_files=[{rows}]",
+        f"rollout.agent.agent_loop_config_path={project}/agents.yaml",
+        "rollout.agent.default_agent_loop=patient",
+    )
+    context = AgentLoopContext(
+        server=None,  # type: ignore[arg-type]  # nothing is sampled
+        tokenizer=inputs.tokenizer,
+        chat=inputs.chat,
+        tools=inputs.tools,
+        config=load_config(["model.path=m"]),
+        agent_loops=inputs.agent_loops,
+    )
+    loop = make_agent_loop("patient", context)
+    assert isinstance(loop, PatientAgentLoop) and loop.patience == 3
+
+
+def test_evaluation_needs_validation_rows_only(project: Path) -> None:
+    rows = f"data.val_files=[{project}/rows.jsonl]"
+    inputs = read(project, rows, "data.train_files=[]", "data.train_batch_size=64", training=False)
+    assert (inputs.train_rows, len(inputs.val_rows)) == ([], 8)
+    assert problem(project, training=False).startswith("data.val_files: got []; name at least one")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.path=/no/such/model", "model.path: got '/no/such/model', which is not a folder"),
+        ("ref.path=/no/such/ref", "ref.path: got '/no/such/ref', which is not a folder"),
+        ("algorithm.adv_estimator=grop", "unknown advantage estimator 'grop'; did you mean 'grpo'"),
+        ("algorithm.options={x: 1}", "algorithm.adv_estimator: advantage estimator 'grpo' has no"),
+        ("algorithm.adv_estimator=gae", "it needs the values of a critic; write `critic: {}`"),
+        ("rollout.n=1", "rollout.n: got 1; algorithm.adv_estimator=grpo compares the answers"),
+        ("actor.policy_loss.loss_mode=vanila", "unknown policy loss 'vanila'; did you mean 'vanil"),
+        ("actor.policy_loss.options={x: 1}", "policy loss 'vanilla' has no option 'x'"),
+        ("actor.kl_loss_type=kk", "actor.kl_loss_type: unknown KL estimate 'kk'"),
+        ("rollout.multi_turn.format=hermis", "rollout.multi_turn.format: unknown tool parser"),
+        ("rollout.name=vlm", "rollout.name: unknown inference engine 'vlm'; did you mean 'vllm'?"),
+        ("trainer.logger=[jsnl]", "trainer.logger: unknown tracker 'jsnl'; did you mean 'jsonl'?"),
+        ("trainer.logger=[swanlab]", "got 'swanlab', but it is not installed; pip install swanlab"),
+        ("reward.reward_manager=naif", "reward.reward_manager: unknown reward manager 'naif'"),
+        ("reward.reward_kwargs={x: 1}", "reward.reward_kwargs.x: no such option"),
+        (
+            "reward.custom_reward_function.path=/no/reward.py",
+            "reward.custom_reward_function.path: got '/no/reward.py'; no such file",
+        ),
+        ("rollout.agent.default_agent_loop=tool_agnt", "rollout.agent.default_agent_loop: unknown"),
+        ("rollout.agent.agent_loop_config_path=/no/a.yaml", "/no/a.yaml: cannot be read: No such"),
+        ("rollout.multi_turn.tool_config_path=/no/t.yaml", "/no/t.yaml: cannot be read: No such"),
+        ("model.chat_template=/no/t.jinja", "model.chat_template: the chat template cannot be us"),
+        ("data.train_files=[]", "data.train_files: got []; name at least one .parquet or .jsonl"),
+        ("data.train_files=[/no/rows.jsonl]", "/no/rows.jsonl: no such file"),
+        ("data.train_batch_size=9", "data.train_batch_size: got 9; data.train_files have only 8"),
+        ("data.max_prompt_length=20", "but the prompt of row 0 of data.train_files has"),
+    ],
+)
+def test_bad_settings(
+    project: Path, monkeypatch: pytest.MonkeyPatch, override: str, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "swanlab", None)  # as where it is not installed
+    assert message in problem(project, "rollout.sync_check=null", override)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "?"}, "row 1: column prompt is missing; there are question"),
+        (make_row(1, prompt="?"), "row 1, column prompt: got '?'; must be a list"),
+        (
+            make_row(1, agent_name="tool_agnt"),
+            "row 1, column agent_name: unknown agent loop 'tool_",
+        ),
+        (make_row(1, agent_name="patient"), "row 1, column agent_name: unknown agent loop 'patien"),
+        (make_row(1, data_source="gsm8k"), "row 1, column data_source: unknown reward function"),
+        ({"prompt": make_row(1)["prompt"]}, "row 1, column data_source: unknown reward function"),
+    ],
+)
+def test_bad_rows(project: Path, tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    file = write_rows(tmp_path / "bad.jsonl", [make_row(0), row, make_row(2)])
+    assert f"{file}: {message}" in problem(
+        project, f"data.train_files=[{project}/rows.jsonl, {file}]"
+    )
+
+
+def test_a_custom_reward_function_serves_every_data_source(project: Path, tmp_path: Path) -> None:
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": make_row(i)["prompt"]} for i in range(4)]
+    )
+    reward = f"reward.custom_reward_function.path={project}/reward.py"
+    assert len(read(project, f"data.train_files=[{rows}]", reward).train_rows) == 4
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("minirl.tools.calculator:Calculater", "has no 'Calculater'; did you mean 'Calculator"),
+        ("no_such_tools:Tool", "no module 'no_such_tools' can be imported"),
+        ("json:dumps", "'json:dumps' is neither a BaseTool class nor a @function_tool"),
+    ],
+)
+def test_a_tool_that_is_not_there(project: Path, tmp_path: Path, target: str, message: str) -> None:
+    file = tmp_path / "tools.yaml"
+    file.write_text(yaml.dump({"tools": [{"class_name": target}]}))
+    found = problem(project, f"rollout.multi_turn.tool_config_path={file}")
+    assert found.startswith(f"{file}: tools, entry 1: ") and message in found
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [
+        ("config.json", "has no config.json; name a folder written by save_pretrained"),
+        ("model.safetensors", "has a config.json but no weights"),
+        ("tokenizer*", "which has no tokenizer"),
+    ],
+)
+def test_an_incomplete_model_folder(
+    project: Path, tmp_path: Path, removed: str, message: str
+) -> None:
+    folder = shutil.copytree(project / "model", tmp_path / "model")
+    for file in list(folder.glob(removed)):
+        file.unlink()
+    found = problem(project, f"model.path={folder}")
+    assert message in found and str(folder) in found
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("elif message.role == 'tool'", "elif message.role == 'observation'", "tool"),
+        # thinking of earlier turns is dropped: what was sampled is not what the template renders
+        ("(message.content or '')", "(message.content or '')[:9 if loop.last else 3]", ""),
+    ],
+)
+def test_a_template_that_cannot_be_extended_with_tools(
+    project: Path, tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    assert old in CHATML_TEMPLATE
+    file = tmp_path / "template.jinja"
+    file.write_text(CHATML_TEMPLATE.replace(old, new))
+    template = f"model.chat_template={file}"
+    found = problem(project, template, f"rollout.multi_turn.tool_config_path={project}/tools.yaml")
+    assert found.startswith("model.chat_template: the chat template cannot be used: ")
+    assert message in found
+    read(project, template)  # without tools nothing is appended
+
+
+def test_a_prompt_that_the_template_refuses(project: Path, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{%- if '3 + 3' in messages[0].content %}{{ raise_exception('no threes') }}"
+                    "{%- endif %}" + CHATML_TEMPLATE)  # fmt: skip
+    found = problem(project, f"model.chat_template={file}")
+    assert found.startswith("data.train_files: prompt [{'role': 'user', 'content': 'What is 3 + 3")
+    assert "no threes" in found
+
+
+def test_tensor_parallel_size_divides_the_world() -> None:
+    config = load_config(["model.path=m", "rollout.tensor_parallel_size=2", "trainer.device=cpu"])
+    with pytest.raises(ConfigError, match=r"got 2, which does not divide the 3 ranks; start a mu"):
+        place(config, {"WORLD_SIZE": "3"})
+    assert place(config, {"WORLD_SIZE": "4", "RANK": "3"}).leader == 2
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [({}, "vllm is not installed"), ({"vllm": "0.24.1"}, "vllm 0.24.1 is installed; minirl is ma")],
+)
+def test_a_missing_or_old_vllm(
+    monkeypatch: pytest.MonkeyPatch, found: dict[str, str], message: str
+) -> None:
+    from importlib.metadata import PackageNotFoundError
+
+    def version(package: str) -> str:
+        if package not in found:
+            raise PackageNotFoundError(package)
+        return found[package]
+
+    check_vllm()  # the one that is here will do
+    monkeypatch.setattr("minirl.rollout.vllm_server.version", version)
+    with pytest.raises(ConfigError, match=f"rollout.name: {message}"):
+        check_vllm()

@@ -1,0 +1,178 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripted_run import SeededEngine, make_config, make_project, scripted_run
+
+from minirl.config import Config
+from minirl.rollout.manager import TooManyFailuresError
+from minirl.steps import Steps
+from minirl.tracking import read_metrics
+from minirl.train import train
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if CONDITION:
+        raise LookupError("planted")
+    return float("-1" not in solution_str)
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_project(tmp_path_factory.mktemp("project"))
+
+
+async def run_training(config: Config) -> list[dict[str, Any]]:
+    """Train to the end; the rows of metrics.jsonl."""
+    async with scripted_run(config) as run:
+        await train(run)
+    return read_metrics(config.trainer.run_dir)
+
+
+def trajectories_of(config: Config, step: int, split: str) -> list[dict[str, Any]]:
+    file = config.trainer.run_dir / "trajectories" / f"step_{step:06d}.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return [row for row in rows if row["split"] == split]
+
+
+async def test_a_run_from_rows_to_weights(project: Path) -> None:
+    config = make_config(
+        project, "whole", f"data.val_files=[{project}/rows.jsonl]", "trainer.test_freq=2",
+        "trainer.save_freq=2", "ref={}", "actor.use_kl_loss=true",
+    )  # fmt: skip
+    rows = await run_training(config)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    for row in rows[1:]:
+        trained = trajectories_of(config, row["step"], "train")
+        assert row["critic/score/mean"] == pytest.approx(sum(t["reward"] for t in trained) / 12)
+        assert {t["weight_versions"][0] for t in trained} == {row["step"] - 1}
+        assert len({t["uid"] for t in trained}) == 4
+        assert row["actor/grad_norm"] > 0 and row["perf/total_num_tokens"] > 0
+    parts = {"gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights"}
+    assert all({f"timing_s/{part}" for part in parts} <= row.keys() for row in rows[1:])
+    accuracy = [row.get("val-core/calculator/acc/mean@1") for row in rows]
+    assert accuracy == [0.5, None, 0.5, 0.5]  # before, every second, and after the last
+    assert len(trajectories_of(config, 3, "val")) == 12
+    saved = sorted(p.name for p in (config.trainer.run_dir / "checkpoints").glob("step_*"))
+    assert saved == ["step_000002", "step_000003"]
+
+
+async def test_the_engine_sleeps_and_is_given_every_version(project: Path) -> None:
+    await run_training(make_config(project, "calls", "trainer.total_training_steps=2"))
+    calls = [(n, v) for n, v in SeededEngine.last.calls if n not in ("update_weights",)]
+    assert calls.pop(0)[0] == "init_weight_transfer"  # once, at the first sync
+    update = [("start_weight_update", None)]
+
+    def sync(version: int) -> list[tuple[str, Any]]:
+        finish = ("finish_weight_update", version)
+        return [("wake_up", ["weights"]), *update, finish, ("wake_up", ["kv_cache"])]
+
+    assert calls == [*sync(0), ("sleep", 2), *sync(1), ("sleep", 2), *sync(2)]
+
+
+async def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(project: Path) -> None:
+    straight = await run_training(
+        make_config(project, "straight", "trainer.total_training_steps=5")
+    )
+    options = ("resumed", "trainer.save_freq=2")
+    await run_training(make_config(project, *options, "trainer.total_training_steps=2"))
+    again = make_config(project, *options, "trainer.total_training_steps=5")
+    resumed = await run_training(again)
+    assert [row["step"] for row in resumed] == [row["step"] for row in straight]
+    assert SeededEngine.last.versions == [2, 3, 4, 5]
+    for ours, theirs in zip(resumed[1:], straight[1:], strict=True):
+        for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm", "training/epoch"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-6), (ours["step"], name)
+    step_4 = [
+        [(t["uid"], t["response"]) for t in trajectories_of(config, 4, "train")]
+        for config in (again, make_config(project, "straight"))
+    ]
+    assert step_4[0] == step_4[1]  # the second epoch, in an order of its own
+
+
+@pytest.mark.parametrize("on_failure", ["mask", "drop_group"])
+async def test_what_failed_is_in_no_batch(project: Path, tmp_path: Path, on_failure: str) -> None:
+    reward = tmp_path / "reward.py"
+    planted = "int(ground_truth) < 2 and '-1' in solution_str"
+    reward.write_text(REWARD.replace("CONDITION", planted))
+    config = make_config(
+        project, f"failed_{on_failure}", "rollout.n=4", f"rollout.on_failure={on_failure}",
+        f"reward.custom_reward_function.path={reward}", "data.shuffle=false",
+    )  # fmt: skip
+    async with scripted_run(config) as run:
+        with Steps(run) as steps:
+            await steps.start()
+            assert next(iter(steps)) == steps.number == 1
+            batch = await steps.assemble(await steps.generate())
+            trajectories = steps.trajectories
+    good = [[t for t in trajectories[i : i + 4] if t.error is None] for i in (0, 4, 8, 12)]
+    sizes = [len(group) for group in good]
+    assert 0 < sizes[0] < 4 and sizes[2:] == [4, 4]  # of the first prompt some failed, not all
+    if on_failure == "drop_group":
+        good = [group for group in good if len(group) == 4]
+    trained = [t for group in good for t in group]
+    assert torch.bincount(batch.group_ids).tolist() == [len(group) for group in good if group]
+    assert batch.tokens.tolist() == [i for t in trained for i in t.token_ids]
+    assert batch.token_rewards.sum() == sum(t.reward or 0 for t in trained) > 0
+    assert batch.response_mask.sum() == sum(sum(t.response_mask) for t in trained)
+
+
+async def test_masked_terminations_keep_their_place_but_do_not_train(project: Path) -> None:
+    config = make_config(
+        project, "masked", "rollout.response_length=7", "data.max_prompt_length=200",
+        "rollout.mask_terminations=[response_length]",
+    )  # fmt: skip
+    async with scripted_run(config) as run:
+        with Steps(run) as steps:
+            await steps.start()
+            next(iter(steps))
+            batch = await steps.assemble(await steps.generate())
+            trajectories = steps.trajectories
+    lengths = [sum(t.response_mask) for t in trajectories]
+    whole = [t.termination == "stop" for t in trajectories]
+    assert True in whole and False in whole  # `#### 7` and its end fit, `#### 10` does not
+    trained = torch.zeros(12).index_add_(0, batch.sequence_ids, batch.response_mask).tolist()
+    assert trained == [n if w else 0 for n, w in zip(lengths, whole, strict=True)]
+
+
+async def test_a_step_with_nothing_to_train_on_changes_nothing(project: Path) -> None:
+    silent = "rollout={name: 'scripted_run:SilentEngine', trajectory_timeout_s: 0.1}"
+    config = make_config(project, "silent", silent, "trainer.total_training_steps=1")
+    async with scripted_run(config) as run:
+        before = [p.detach().clone() for p in run.policy.model.parameters()]
+        await train(run)
+        after = list(run.policy.model.parameters())
+    assert all(map(torch.equal, before, after))
+    row = read_metrics(config.trainer.run_dir)[-1]
+    assert (row["step"], row["agent_loop/termination/timeout"]) == (1, 1.0)
+
+
+async def test_a_failed_run_closes_everything(project: Path, tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD.replace("CONDITION", "True"))
+    config = make_config(project, "ended", f"reward.custom_reward_function.path={reward}")
+    with pytest.raises(ExceptionGroup) as caught:
+        await run_training(config)
+    [error] = caught.value.exceptions
+    assert isinstance(error, TooManyFailuresError)
+    assert str(error).startswith("12 of 12 trajectories failed")
+    assert not torch.distributed.is_initialized()
+    log = (config.trainer.run_dir / "logs" / "rank_0.log").read_text()
+    assert "the run ended early" in log and "LookupError: planted" in log
+
+
+async def test_due(project: Path) -> None:
+    async with scripted_run(make_config(project, "due", "trainer.total_training_steps=7")) as run:
+        with Steps(run) as steps:
+            await steps.start()
+            numbers = list(steps)
+            due = {}
+            for every in (-1, 1, 3, 100):
+                due[every] = []
+                for steps.number in numbers:
+                    if steps.due(every):
+                        due[every].append(steps.number)
+    assert due == {-1: [], 1: [1, 2, 3, 4, 5, 6, 7], 3: [3, 6, 7], 100: [7]}
