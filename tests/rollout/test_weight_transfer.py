@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 from minirl.rollout.weight_transfer import (
     ALIGNMENT,
-    CUDA_HANDLE_FIELDS,
     MinirlInitInfo,
     MinirlTransfer,
     MinirlUpdateInfo,
     WeightBuffer,
     aligned,
-    cuda_handle,
 )
 
 CPU = torch.device("cpu")
@@ -124,11 +122,3 @@ def test_closing_gives_descriptor_and_memory_back() -> None:
         buffer.close()
     assert path is not None and not os.path.exists(path)
     assert len(os.listdir("/proc/self/fd")) <= descriptors
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_cuda_handle_is_plain_numbers_and_bytes() -> None:
-    handle = cuda_handle(torch.zeros(1 << 20, dtype=torch.uint8, device="cuda"))
-    assert list(handle) == list(CUDA_HANDLE_FIELDS)
-    assert all(isinstance(value, int | bytes | bool) for value in handle.values())
