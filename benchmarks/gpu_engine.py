@@ -76,7 +76,7 @@ async def _sync(job: Job) -> None:
 
 async def _round(parts: "Parts", number: int) -> dict[str, Any]:
     """Sync, sample, compare, sleep, train; the seconds of each and the free memory between."""
-    from minirl.trainer.policy import mismatch_metrics
+    from minirl.credit import correct_mismatch
 
     watch = parts.watch
     watch.seconds.clear()
@@ -96,7 +96,7 @@ async def _round(parts: "Parts", number: int) -> dict[str, Any]:
         "logprob_mean": batch.rollout_logprobs[sampled].mean().item(),
         "num_sampled": int(sampled.sum()),
     }
-    found |= mismatch_metrics(batch)
+    found |= correct_mismatch(batch, None)
     found["free_awake_gb"] = await _free_gb(parts)
     await parts.server.sleep(2)
     found["free_asleep_gb"] = await _free_gb(parts)

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -164,6 +164,33 @@ class ActorConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The value function of `gae`: a model with one output per token instead of the vocabulary."""
+
+    path: str | None = None
+    """A model folder to begin with; null = the start policy (model.path). The head begins at 0."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    """Its own optimizer; lr 1e-5 unless given."""
+    cliprange_value: float | None = 0.5
+    """How far a value may move from that of the step's start before its loss is cut; null = any."""
+    ppo_mini_batch_size: int | None = None
+    """Prompts per optimizer step; null = that of the actor."""
+    ppo_epochs: int | None = None
+    """Passes over the batch; null = those of the actor."""
+    max_tokens_per_micro_batch: int | None = None
+    """Tokens that go through the model at once, per rank; null = those of the actor."""
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    """How per-token losses become one number."""
+    grad_clip: float = 1.0
+    """Largest norm of the gradient."""
+
+    def __post_init__(self) -> None:
+        _positive("critic", self, "ppo_mini_batch_size", "ppo_epochs", "cliprange_value")
+        _positive("critic", self, "max_tokens_per_micro_batch", "grad_clip")
+        self.optim.check("critic.optim")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RefConfig:
     """The reference policy: frozen, for KL terms."""
 
@@ -292,6 +319,15 @@ class RolloutConfig:
     """Trajectories per prompt: the group of GRPO."""
     temperature: float = 1.0
     """Of training samples; the trainer's log-probabilities use the same."""
+    top_p: float = 1.0
+    """Nucleus of training samples; below 1 only with allow_truncated_sampling."""
+    top_k: int = -1
+    """Most likely tokens that training samples keep, -1 = all; else allow_truncated_sampling."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest are cut; else as top_p."""
+    allow_truncated_sampling: bool = False
+    """Train although top_p, top_k or min_p cut the distribution: every ratio of policy to engine is
+    then off by the mass that survived."""
     response_length: int = 1024
     """Tokens of everything after the prompt: all turns and observations."""
     max_model_len: int | None = None
@@ -339,6 +375,9 @@ class RolloutConfig:
         _positive("rollout", self, "tensor_parallel_size", "max_num_seqs", "cpu_kv_cache_gb")
         _positive("rollout", self, "update_weights_bucket_megabytes", "trajectory_timeout_s")
         _positive("rollout", self, "max_num_batched_tokens")
+        require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "0 < top_p <= 1")
+        require(self.top_k == -1 or self.top_k > 0, "rollout.top_k", self.top_k, "> 0, or -1")
+        require(0 <= self.min_p < 1, "rollout.min_p", self.min_p, "0 <= min_p < 1")
         _share("rollout", self, "max_failure_fraction")
         require(self.max_retries >= 0, "rollout.max_retries", self.max_retries, "0 or more")
         require(self.trace >= -1, "rollout.trace", self.trace, "a number, or -1 for all")
@@ -348,6 +387,91 @@ class RolloutConfig:
             self.gpu_memory_utilization,
             "a share between 0 and 1",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLControlConfig:
+    """The weight of the KL term in the reward."""
+
+    type: str = "fixed"
+    """fixed, adaptive, or `package.module:Class`."""
+    kl_coef: float = 0.001
+    """Weight, at the start where it is adaptive."""
+    target_kl: float = 0.1
+    """adaptive: the KL per token, in nats, that it steers to."""
+    horizon: int = 10_000
+    """adaptive: trajectories over which it reacts."""
+
+    def __post_init__(self) -> None:
+        _positive("algorithm.kl_ctrl", self, "target_kl", "horizon")
+        require(self.kl_coef >= 0, "algorithm.kl_ctrl.kl_coef", self.kl_coef, ">= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CPOConfig:
+    """Curriculum policy optimization: hints for prompts that the policy mostly fails."""
+
+    difficulty: float = 0.5
+    """Groups with 1 - mean success above this are hard: they get a hint."""
+    weight_clip: float = 2.0
+    """A token's weight stays within 1/c and c."""
+    hint_fn: str = "ground_truth"
+    """`(row, trajectories) -> str`: a registered name or `package.module:function`."""
+    judge_fn: str = "verified"
+    """`(row, trajectory) -> str`: the remark on a failed answer, for a hint_fn with the keyword
+    `judge`; a registered name or `package.module:function`."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.difficulty < 1, "algorithm.cpo.difficulty", self.difficulty, "0 to 1")
+        require(self.weight_clip >= 1, "algorithm.cpo.weight_clip", self.weight_clip, ">= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCorrectionConfig:
+    """What is done about an engine whose probabilities are not the trainer's."""
+
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Importance weights per token or per sequence; null = none."""
+    rollout_is_threshold: Any = 2.0
+    """Upper bound of a weight (TIS), or a pair such as `0.5_2.0` outside of which it is 0."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean over the batch."""
+    rollout_rs: str | None = None
+    """Rejection: token_k1, seq_sum_k1, seq_mean_k3, seq_max_k2 ..., several with commas."""
+    rollout_rs_threshold: Any = None
+    """Bound of that divergence: one, or one per name with commas."""
+    bypass_mode: bool = False
+    """Take the engine's log-probabilities as the old ones and save the pass that computes them; the
+    loss's own ratio then corrects, so rollout_is and rollout_rs must be null."""
+
+    def __post_init__(self) -> None:
+        for name in ("rollout_is", "rollout_rs"):
+            require(
+                not self.bypass_mode or getattr(self, name) is None,
+                f"algorithm.rollout_correction.{name}",
+                getattr(self, name),
+                "with bypass_mode=true old and engine's log-probabilities are the same; write null",
+            )
+        require(
+            self.rollout_rs_threshold is None or self.rollout_rs is not None,
+            "algorithm.rollout_correction.rollout_rs_threshold",
+            self.rollout_rs_threshold,
+            "nothing reads it while rollout_rs is null; set rollout_rs",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterGroupsConfig:
+    """DAPO's dynamic sampling: a group whose answers are all worth the same is replaced."""
+
+    metric: str = "reward"
+    """What must differ within a group: `reward`, or a number that the reward function returns."""
+    max_num_gen_batches: int = 10
+    """Batches of prompts that a step may draw; then it trains on what there is. 0 = no limit."""
+
+    def __post_init__(self) -> None:
+        key = "algorithm.filter_groups.max_num_gen_batches"
+        require(self.max_num_gen_batches >= 0, key, self.max_num_gen_batches, ">= 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,6 +488,18 @@ class AlgorithmConfig:
     """GAE's lambda."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the estimator which have no key of their own."""
+    use_kl_in_reward: bool = False
+    """Take kl_coef * KL(policy, ref) away from the reward of every token; needs `ref`."""
+    kl_penalty: str = "kl"
+    """Its estimator: kl/k1, abs, mse/k2, low_var_kl/k3."""
+    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    """Its weight."""
+    cpo: CPOConfig | None = None
+    """The section of `adv_estimator: cpo`."""
+    rollout_correction: RolloutCorrectionConfig | None = None
+    """null = metrics only."""
+    filter_groups: FilterGroupsConfig | None = None
+    """null = every group trains, with advantage 0 where all its rewards are equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,6 +510,19 @@ class CustomRewardConfig:
     """A Python file or an importable module."""
     name: str = "compute_score"
     """The function in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlongBufferConfig:
+    """DAPO's soft punishment of responses that come near rollout.response_length."""
+
+    len: int = 256
+    """Tokens before the limit in which the penalty grows from 0."""
+    penalty_factor: float = 1.0
+    """Penalty at the limit."""
+
+    def __post_init__(self) -> None:
+        _positive("reward.overlong_buffer", self, "len", "penalty_factor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,6 +537,8 @@ class RewardConfig:
     """Keyword arguments of the reward function, e.g. `format_score`."""
     tool_reward: Literal["turn", "outcome", "log"] = "turn"
     """Where rewards of tools go: on the last token of the turn, into the outcome, or nowhere."""
+    overlong_buffer: OverlongBufferConfig | None = None
+    """For `reward_manager: dapo`; null = no penalty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,6 +555,11 @@ class TrainerConfig:
     """Steps; null = as many as total_epochs need."""
     seed: int = 0
     """Every random draw derives from it."""
+    critic_warmup: int = 0
+    """Steps at the start that train the critic only."""
+    max_bad_steps: int = 3
+    """Steps in a row that were not applied, because loss, advantage or gradient was not finite,
+    after which the run writes a checkpoint and stops."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto = cuda where there is one."""
     val_before_train: bool = True
@@ -423,7 +579,8 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         _positive("trainer", self, "total_epochs", "total_training_steps", "max_ckpt_to_keep")
-        _positive("trainer", self, "collective_timeout_s")
+        _positive("trainer", self, "collective_timeout_s", "max_bad_steps")
+        require(self.critic_warmup >= 0, "trainer.critic_warmup", self.critic_warmup, ">= 0")
         for name in ("test_freq", "save_freq"):
             value = getattr(self, name)
             require(
@@ -446,6 +603,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig | None = None
     ref: RefConfig | None = None
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -454,9 +612,13 @@ class Config:
 
     def __post_init__(self) -> None:
         require(bool(self.model.path), "model.path", self.model.path, "name a model folder")
-        if self.actor.use_kl_loss and self.ref is None:
-            remedy = "actor.use_kl_loss=true needs a reference policy; write `ref: {}`"
-            raise ConfigError(f"ref: got null, but {remedy}")
+        for key, used in (
+            ("actor.use_kl_loss", self.actor.use_kl_loss),
+            ("algorithm.use_kl_in_reward", self.algorithm.use_kl_in_reward),
+        ):
+            if used and self.ref is None:
+                remedy = f"{key}=true needs a reference policy; write `ref: {{}}`"
+                raise ConfigError(f"ref: got null, but {remedy}")
         if check := self.rollout.sync_check:
             require(
                 3 * check.probe_length < self.max_model_len,
@@ -464,13 +626,23 @@ class Config:
                 check.probe_length,
                 f"three times as many tokens must fit into the {self.max_model_len} of the engine",
             )
-        mini = self.mini_batch_size
-        require(
-            self.data.train_batch_size % mini == 0,
-            "actor.ppo_mini_batch_size",
-            mini,
-            f"must divide data.train_batch_size={self.data.train_batch_size}",
-        )
+        sizes = {"actor": self.mini_batch_size}
+        if self.critic:
+            sizes["critic"] = self.critic.ppo_mini_batch_size or self.mini_batch_size
+        for section, mini in sizes.items():
+            require(
+                self.data.train_batch_size % mini == 0,
+                f"{section}.ppo_mini_batch_size",
+                mini,
+                f"must divide data.train_batch_size={self.data.train_batch_size}",
+            )
+        if buffer := self.reward.overlong_buffer:
+            require(
+                buffer.len <= self.rollout.response_length,
+                "reward.overlong_buffer.len",
+                buffer.len,
+                f"at most rollout.response_length={self.rollout.response_length}",
+            )
 
     @property
     def mini_batch_size(self) -> int:
@@ -574,7 +746,7 @@ def _fits(value: Any, hint: Any) -> bool:
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any or (isinstance(value, str) and "${" in value):  # resolved in the end
         return True
-    if origin is UnionType:
+    if origin in (Union, UnionType):  # the former where a Literal is in it
         return any(_fits(value, h) for h in args)
     if origin is Literal:
         return value in args
@@ -604,7 +776,7 @@ def _words(hint: Any) -> str:
     origin, args = get_origin(hint), get_args(hint)
     if is_dataclass(hint):
         return f"a section ({', '.join(f.name for f in fields(hint))})"
-    if origin is UnionType:
+    if origin in (Union, UnionType):  # the former where a Literal is in it
         return " or ".join(map(_words, args))
     if origin is Literal:
         return f"one of {', '.join(args)}"

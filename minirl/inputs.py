@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from transformers import AutoTokenizer
 
 from minirl.agent_loop import AGENT_LOOPS, TOOL_PARSERS, load_agent_loops
 from minirl.agent_loop.base import AgentLoopFactory
-from minirl.algorithms import ADV_ESTIMATORS, kl_estimate, requirements
 from minirl.chat import ChatBuilder, ChatTemplateError
+from minirl.checks import check_algorithms
 from minirl.config import Config, ConfigError, ModelConfig, require
 from minirl.data import Row, filter_overlong, load_rows
 from minirl.rewards import SCORERS, RewardManager, load_reward_manager
@@ -45,7 +44,11 @@ def read_inputs(config: Config, *, training: bool = True) -> Inputs:
     agent, files = config.rollout.agent, config.data
     _check_names(config)
     check_config(config)
-    reward_manager = load_reward_manager(config.reward)
+    if training:
+        check_algorithms(config)
+    reward_manager = load_reward_manager(
+        config.reward, response_length=config.rollout.response_length
+    )
     agent_loops = load_agent_loops(path) if (path := agent.agent_loop_config_path) else {}
     _check_agent_loop("rollout.agent.default_agent_loop", agent.default_agent_loop, agent_loops)
     tools = load_tools(path) if (path := config.rollout.multi_turn.tool_config_path) else {}
@@ -73,30 +76,12 @@ def read_inputs(config: Config, *, training: bool = True) -> Inputs:
 
 
 def _check_names(config: Config) -> None:
-    """Every component that the config names exists and takes the options it is given."""
-    algorithm, none = config.algorithm, torch.zeros(0)
+    """Every component that the config names exists; check_algorithms looks at the algorithm's."""
     _named("rollout.name", SERVERS.find, config.rollout.name)
     if config.rollout.name == "vllm":
         check_vllm()
     _named("rollout.multi_turn.format", TOOL_PARSERS.find, config.rollout.multi_turn.format)
-    _named("actor.kl_loss_type", kl_estimate, none, none, config.actor.kl_loss_type)
     check_trackers(config.trainer.logger)
-    estimator = algorithm.adv_estimator
-    _named("algorithm.adv_estimator", ADV_ESTIMATORS.build, estimator, algorithm.options)
-    declared = requirements(ADV_ESTIMATORS.find(estimator))
-    require(
-        not declared.needs,
-        "algorithm.adv_estimator",
-        estimator,
-        f"needs {', '.join(declared.needs)}, which no part of a step computes yet",
-    )
-    require(
-        config.rollout.n >= declared.min_group_size,
-        "rollout.n",
-        config.rollout.n,
-        f"algorithm.adv_estimator={estimator} needs at least {declared.min_group_size} "
-        "trajectories per prompt",
-    )
 
 
 def _named(key: str, find: Callable[..., Any], *arguments: Any) -> None:

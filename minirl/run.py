@@ -22,6 +22,7 @@ from minirl.rollout.manager import AgentLoopManager
 from minirl.rollout.server import SERVERS, AsyncServerBase, ServerClient, ServerService
 from minirl.rollout.weight_sync import WeightSync
 from minirl.rollout.worker import AgentLoopWorker
+from minirl.trainer.critic import CriticTrainer
 from minirl.trainer.policy import PolicyTrainer, ReferencePolicy
 
 HEALTH_INTERVAL_S = 1.0
@@ -37,6 +38,7 @@ class Run:
     on_trainer: TrainerThread
     policy: PolicyTrainer
     reference: ReferencePolicy | None
+    critic: CriticTrainer | None
     sync: WeightSync
     inputs: Inputs | None
     manager: AgentLoopManager | None
@@ -60,13 +62,13 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
         total_steps = await on_trainer(_total_steps, config, world, inputs)
         after_engine = await stack.enter_async_context(AsyncExitStack())
         async with asyncio.TaskGroup() as starting:
-            loading = starting.create_task(on_trainer(_load, config, world, total_steps))
+            loading = starting.create_task(on_trainer(_load, config, world, total_steps, training))
             if world.device.type == "cuda":
                 # vLLM measures free memory while it starts: nobody else may take any.
                 await loading
                 await on_trainer(_settle, world)
             server = await _start_engine(config, world, stack) if world.is_leader else None
-        policy, reference = loading.result()
+        policy, reference, critic = loading.result()
         if server:
             service = ServerService(server, addresses[world.group])
             await stack.enter_async_context(_background(service.serve(), _watch(server)))
@@ -80,6 +82,7 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
             on_trainer=on_trainer,
             policy=policy,
             reference=reference,
+            critic=critic,
             sync=sync,
             inputs=inputs,
             manager=manager,
@@ -100,10 +103,12 @@ def _settle(world: Dist) -> None:
 
 
 def _load(
-    config: Config, world: Dist, total_steps: int
-) -> tuple[PolicyTrainer, ReferencePolicy | None]:
+    config: Config, world: Dist, total_steps: int, training: bool
+) -> tuple[PolicyTrainer, ReferencePolicy | None, CriticTrainer | None]:
     policy = PolicyTrainer(config, world, total_steps)
-    return policy, ReferencePolicy(config, world) if config.ref else None
+    reference = ReferencePolicy(config, world) if config.ref and training else None
+    critic = CriticTrainer(config, world, total_steps) if config.critic and training else None
+    return policy, reference, critic
 
 
 async def _start_engine(config: Config, world: Dist, stack: AsyncExitStack) -> AsyncServerBase:

@@ -1,46 +1,52 @@
 """The parts of a training step; train.py says in which order they come."""
 
-import asyncio
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
-from typing import Self
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, Self
 
+import torch
 from torch import Tensor
 
+from minirl import credit
 from minirl.agent_loop import derive_seed
-from minirl.algorithms import ADV_ESTIMATORS, AdvantageInputs, compute_advantages
-from minirl.config import to_yaml
+from minirl.curriculum import hinted_batch, hinted_logprobs
 from minirl.data import PromptLoader
-from minirl.display import Display
 from minirl.evaluate import validate
 from minirl.metrics import Metrics, timer, trajectory_metrics
-from minirl.registry import option_names
-from minirl.rewards import token_rewards
-from minirl.rollout.manager import groups_for_training
+from minirl.records import Records
+from minirl.rollout.manager import groups_for_training, varied_groups
 from minirl.run import Run
-from minirl.tracking import Tracking, TrajectoryWriter
 from minirl.trainer import packing
-from minirl.trainer.policy import mismatch_metrics
-from minirl.types import Group, MicroBatch, Trajectory
+from minirl.trainer.update import TrainedModel
+from minirl.types import GREEDY, Group, MicroBatch, Trajectory
+
+
+class BadStepsError(RuntimeError):
+    """Too many steps in a row could not be applied."""
 
 
 class Steps:
-    """What a rank does in a step. Only rank 0 has prompts, trajectories, trackers and a display.
+    """What a rank does in a step. Only rank 0 has prompts, trajectories and records.
 
     >>> with Steps(run) as steps:
     ...     await steps.start()
     ...     for step in steps:
     ...         with steps.timed("gen"):
-    ...             trajectories = await steps.generate()
+    ...             groups = await steps.generate()
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._config = run.config
+        self._needs = credit.estimator_needs(run.config.algorithm)
+        self._kl_controller = credit.make_kl_controller(run.config.algorithm)
         self._metrics = Metrics()
         self._stack = ExitStack()
+        self._records: Records | None = None
+        self._bad_steps_in_a_row = 0
+        self.trajectories: list[Trajectory] = []
+        """All that were sampled in the step, also those that do not train; on rank 0."""
         self.number = 0
         """Of the step at work; 0 before the first."""
         self.total = run.total_steps
@@ -52,87 +58,117 @@ class Steps:
         self._stack.close()
 
     async def start(self) -> None:
-        """Resume from a checkpoint where there is one; open display and trackers."""
-        run, trainer = self._run, self._config.trainer
+        """Resume from a checkpoint where there is one; open the records."""
+        run, data = self._run, self._config.data
         if run.inputs:
-            data = self._config.data
             self._loader = PromptLoader(
                 run.inputs.train_rows,
                 data.train_batch_size,
-                seed=trainer.seed,
+                seed=self._config.trainer.seed,
                 shuffle=data.shuffle,
             )
         resumed = await run.on_trainer(self._load_checkpoint)
         if run.inputs:
-            self._open_trackers(resumed)
+            records = Records(self._config, self.total, resumed, run.inputs.tokenizer.decode)
+            self._records = self._stack.enter_context(records)
 
     def __iter__(self) -> Iterator[int]:
         while self.number < self.total:
             self.number += 1
             self._metrics = Metrics()
             self._started = time.perf_counter()
+            self._groups: list[Group] = []
+            self.trajectories = []
+            self._bad_sequences: set[int] = set()
             yield self.number
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Time a part as `timing_s/<name>` and show it as the phase."""
-        with timer(self._metrics, name):
-            if self._run.inputs:
-                with self._display.phase(name):
-                    yield
-            else:
-                yield
+        shown = self._records.phase(name) if self._records else nullcontext()
+        with timer(self._metrics, name), shown:
+            yield
 
-    async def generate(self) -> list[Trajectory]:
-        """Roll out the next batch of prompts, rewards included; then the engines sleep."""
-        if not self._run.manager:
+    async def generate(self) -> list[Group]:
+        """Roll out the next batch of prompts, rewards included; then the engines sleep.
+
+        With algorithm.filter_groups, batches are drawn until enough groups have a signal.
+        """
+        manager, data = self._run.manager, self._config.data
+        if not manager:
             return []
-        self._prompts = self._loader.next_batch()
-        trajectories = await self._run.manager.generate_sequences(self._prompts, step=self.number)
-        await self._run.manager.sleep(level=2)
-        self._metrics.update(self._run.manager.metrics, reduce="last")
-        return trajectories
+        filtering, num_batches = self._config.algorithm.filter_groups, 0
+        limit = filtering.max_num_gen_batches if filtering else 1
+        while len(self._groups) < data.train_batch_size and (not limit or num_batches < limit):
+            num_batches += 1
+            self._groups += await self._generate_batch()
+        await manager.sleep(level=2)
+        self._metrics.add("training/num_gen_batches", num_batches, reduce="last")
+        del self._groups[data.train_batch_size :]
+        return self._groups
 
-    async def assemble(self, trajectories: list[Trajectory]) -> MicroBatch:
+    async def assemble(self, groups: list[Group]) -> MicroBatch:
         """The trajectories that train, by group, packed and on every rank."""
-        batch = None
-        if self._run.inputs:
-            self._trajectories = trajectories
-            groups = groups_for_training(
-                self._prompts,
-                trajectories,
-                drop_failed_groups=self._config.rollout.on_failure == "drop_group",
-            )
-            batch = self._pack(groups)
+        batch = credit.pack_groups(groups, self._config) if self._run.inputs else None
         return await self._run.on_trainer(self._run.world.broadcast_batch, batch)
 
-    async def compute_logprobs(self, batch: MicroBatch) -> Tensor:
-        """The policy's log-probabilities at the start of the step [N]."""
-        return await self._run.on_trainer(self._run.policy.compute_logprobs, batch)
+    async def compute_logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """The policy's log-probabilities at the start of the step [N], and, for an estimator that
+        asks for them, 1 - 2 pi + sum_v pi_v^2 [N]. In bypass_mode the engine's are taken."""
+        policy, correction = self._run.policy, self._config.algorithm.rollout_correction
+        if correction and correction.bypass_mode:
+            return batch.rollout_logprobs, None
+        if "logprob_stats" in self._needs:
+            return await self._run.on_trainer(policy.compute_logprobs_and_stats, batch)
+        return await self._run.on_trainer(policy.compute_logprobs, batch), None
 
     async def compute_ref_logprobs(self, batch: MicroBatch) -> Tensor:
         """The reference policy's log-probabilities [N]."""
         assert self._run.reference is not None
         return await self._run.on_trainer(self._run.reference.compute_logprobs, batch)
 
-    async def compute_advantages(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Advantages and returns [N]: a function of the batch alone, the same on every rank."""
-        self._metrics.update(mismatch_metrics(batch), reduce="last")
+    async def compute_values(self, batch: MicroBatch) -> Tensor:
+        """The critic's values [N]."""
+        assert self._run.critic is not None
+        return await self._run.on_trainer(self._run.critic.compute_values, batch)
+
+    async def compute_hinted_logprobs(self, batch: MicroBatch) -> Tensor:
+        """Log-probabilities [N] of the same answers where hard prompts hold a hint."""
+        run, hinted = self._run, None
+        if run.inputs:
+            hinted = await hinted_batch(batch, self._groups, self._config, run.inputs)
+            share = hinted.num_sequences / max(batch.num_sequences, 1)
+            self._metrics.add("cpo/hinted_fraction", share, reduce="last")
+        return await run.on_trainer(hinted_logprobs, batch, hinted, run.policy, run.world)
+
+    def correct_mismatch(self, batch: MicroBatch) -> None:
+        """Weigh or reject what the engine's log-probabilities do not fit; metrics in any case."""
+        metrics = credit.correct_mismatch(batch, self._config.algorithm.rollout_correction)
+        self._metrics.update(metrics, reduce="last")
+
+    def penalize_kl(self, batch: MicroBatch) -> None:
+        """With use_kl_in_reward: the KL to the reference, out of every token's reward."""
         algorithm = self._config.algorithm
-        known = option_names(ADV_ESTIMATORS.find(algorithm.adv_estimator))
-        options = {k: v for k, v in vars(algorithm).items() if k in known} | algorithm.options
-        inputs = AdvantageInputs(
-            token_rewards=packing.to_rows(batch, "token_rewards"),
-            response_mask=packing.to_rows(batch, "response_mask"),
-            group_ids=batch.group_ids,
-        )
-        advantages, returns = compute_advantages(algorithm.adv_estimator, inputs, **options)
-        return packing.from_rows(batch, advantages), packing.from_rows(batch, returns)
+        if algorithm.use_kl_in_reward:
+            metrics = credit.penalize_kl(batch, self._kl_controller, algorithm.kl_penalty)
+            self._metrics.update(metrics, reduce="last")
+
+    async def compute_advantages(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Advantages and returns [N]: rank 0, which has the groups, computes them for all."""
+        both = torch.zeros(2, batch.num_tokens)
+        if self._run.inputs:
+            both = torch.stack(credit.estimate(batch, self._groups, self._config.algorithm))
+        advantages, returns = await self._run.on_trainer(self._run.world.sum_tensor, both)
+        return advantages, returns
+
+    async def update_critic(self, batch: MicroBatch) -> None:
+        """The critic's gradient steps."""
+        assert self._run.critic is not None
+        await self._update(self._run.critic, batch)
 
     async def update_actor(self, batch: MicroBatch) -> None:
-        """The gradient steps."""
-        metrics = await self._run.on_trainer(self._run.policy.update, batch)
-        self._metrics.update(metrics, reduce="last")
+        """The policy's gradient steps."""
+        await self._update(self._run.policy, batch)
 
     async def update_weights(self) -> None:
         """The policy's weights into the engines, with proof."""
@@ -145,11 +181,11 @@ class Steps:
 
     async def validate(self) -> dict[str, float]:
         """Score the policy on the validation set; rank 0 returns the metrics."""
-        if not self._run.inputs or not self._run.inputs.val_rows:
+        if not self._records or not self._run.inputs or not self._run.inputs.val_rows:
             return {}
         metrics, trajectories = await validate(self._run, self.number)
         self._metrics.update(metrics, reduce="last")
-        await self._write_trajectories("val", trajectories)
+        await self._records.write(self.number, "val", trajectories)
         return metrics
 
     def due(self, every: int) -> bool:
@@ -158,82 +194,102 @@ class Steps:
 
     async def save(self) -> None:
         """Write a checkpoint: everything that the next step depends on."""
-        trainer = self._config.trainer
+        trainer, extra = self._config.trainer, {}
+        if self._run.inputs:
+            extra = {"data": self._loader.state_dict(), "kl_ctrl": self._kl_controller.state_dict()}
         await self._run.on_trainer(
             self._run.policy.save,
             trainer.run_dir / "checkpoints",
             self.number,
-            {"data": self._loader.state_dict()} if self._run.inputs else {},
+            extra,
+            critic=self._run.critic,
             max_to_keep=trainer.max_ckpt_to_keep,
         )
 
-    async def finish(self) -> None:
-        """Record the step."""
-        if not self._run.inputs:
+    async def finish(self, batch: MicroBatch) -> None:
+        """Record the step. Raises BadStepsError, with a checkpoint, after too many bad ones."""
+        self._bad_steps_in_a_row = self._bad_steps_in_a_row + 1 if self._bad_sequences else 0
+        if self._records:
+            await self._record(self._records, batch)
+        limit = self._config.trainer.max_bad_steps
+        if self._bad_steps_in_a_row >= limit:
+            await self.save()
+            raise BadStepsError(
+                f"step {self.number}: {limit} steps in a row (trainer.max_bad_steps) were not "
+                "applied, because the loss, the advantages or the gradient were not finite; their "
+                f"trajectories have the split `bad` in {self._config.trainer.run_dir}/trajectories,"
+                " and the last state is in its checkpoints"
+            )
+
+    def record_start(self) -> None:
+        """Record what was measured before the first step."""
+        if self._records and self.number == 0:
+            self._records.log(0, self._metrics.result())
+
+    async def _generate_batch(self) -> list[Group]:
+        """One batch of prompts; the groups that are left of it."""
+        assert self._run.manager is not None
+        prompts = self._loader.next_batch()
+        needs_greedy = "greedy_rewards" in self._needs
+        trajectories = await self._run.manager.generate_sequences(
+            prompts, step=self.number, greedy=needs_greedy
+        )
+        self.trajectories += trajectories
+        self._metrics.update(self._run.manager.metrics, reduce="mean")
+        groups = groups_for_training(
+            prompts,
+            trajectories,
+            drop_failed_groups=self._config.rollout.on_failure == "drop_group",
+            needs_greedy=needs_greedy,
+        )
+        filtering = self._config.algorithm.filter_groups
+        return varied_groups(groups, filtering.metric) if filtering else groups
+
+    async def _update(self, trained: TrainedModel, batch: MicroBatch) -> None:
+        """Nothing at all is applied when an advantage or a return is not finite."""
+        if broken := credit.broken_sequences(batch):
+            self._bad_sequences.update(broken)
             return
+        metrics = await self._run.on_trainer(trained.update, batch)
+        self._bad_sequences.update(trained.bad_sequences)
+        self._metrics.update(metrics, reduce="last")
+
+    async def _record(self, records: Records, batch: MicroBatch) -> None:
+        config = self._config
+        rewards = packing.to_rows(batch, "token_rewards").sum(1).tolist()
+        sampled = [t for t in self.trajectories if t.sample_index != GREEDY]
         self._metrics.merge(
             trajectory_metrics(
-                self._trajectories,
-                response_length=self._config.rollout.response_length,
-                max_prompt_length=self._config.data.max_prompt_length,
+                sampled,
+                response_length=config.rollout.response_length,
+                max_prompt_length=config.data.max_prompt_length,
+                rewards=rewards,
             )
         )
-        await self._write_trajectories("train", self._trajectories)
+        self._metrics.update(credit.batch_metrics(batch), reduce="last")
+        await records.write(self.number, "train", self.trajectories)
+        members = [t for group in self._groups for t in group.trajectories]
+        if bad := [members[index] for index in sorted(self._bad_sequences)]:
+            await records.write(self.number, "bad", bad, limit=-1)
         seconds = time.perf_counter() - self._started
+        self._metrics.add("training/bad_step", bool(bad), reduce="last")
         self._metrics.add("timing_s/step", seconds, reduce="last")
         self._metrics.add("training/epoch", self._loader.epoch, reduce="last")
         metrics = self._metrics.result()
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / seconds
-        self._tracking.log(self.number, metrics)
-        self._display.step(self.number, metrics)
-
-    def record_start(self) -> None:
-        """Record what was measured before the first step."""
-        if self._run.inputs and self.number == 0:
-            metrics = self._metrics.result()
-            self._tracking.log(0, metrics)
-            self._display.step(0, metrics)
-
-    def _pack(self, groups: list[Group]) -> MicroBatch:
-        members = [(index, t) for index, group in enumerate(groups) for t in group.trajectories]
-        masked = set(self._config.rollout.mask_terminations)
-        return packing.pack(
-            [t for _, t in members],
-            [token_rewards(t, self._config.reward.tool_reward) for _, t in members],
-            [index for index, _ in members],
-            [t.termination not in masked for _, t in members],
-        )
+        records.log(self.number, metrics)
 
     def _load_checkpoint(self) -> int | None:
         """Go on from the latest checkpoint, if there is one; its step, or None."""
         trainer = self._config.trainer
         if trainer.resume_mode == "disable":
             return None
-        state = self._run.policy.load_latest(trainer.run_dir)
+        state: dict[str, Any] | None
+        state = self._run.policy.load_latest(trainer.run_dir, self._run.critic)
         if state is None:
             return None
         self.number = state["step"]
+        self._kl_controller.load_state_dict(state["kl_ctrl"])
         if self._run.inputs:
             self._loader.load_state_dict(state["data"])
         return self.number
-
-    def _open_trackers(self, resumed: int | None) -> None:
-        trainer = self._config.trainer
-        trainer.run_dir.mkdir(parents=True, exist_ok=True)
-        (trainer.run_dir / "config.yaml").write_text(to_yaml(self._config))
-        tracking = Tracking(
-            trainer.logger, trainer.run_dir, asdict(self._config), resumed_at=resumed
-        )
-        self._tracking = self._stack.enter_context(tracking)
-        display = Display(self.total, trainer.experiment_name, start_step=self.number)
-        self._display = self._stack.enter_context(display)
-        self._writer = TrajectoryWriter(trainer.run_dir)
-        if resumed is not None:
-            self._display.message(f"resumed from step {resumed} of {trainer.run_dir}")
-
-    async def _write_trajectories(self, split: str, trajectories: list[Trajectory]) -> None:
-        assert self._run.inputs is not None
-        limit = self._config.rollout.trace
-        chosen = trajectories if limit < 0 else trajectories[:limit]
-        decode = self._run.inputs.tokenizer.decode
-        await asyncio.to_thread(self._writer.write, self.number, split, chosen, decode)

@@ -18,27 +18,39 @@ from minirl.steps import Steps
 
 async def train(run: Run) -> None:
     """Every step, in order. Every rank runs this; rank 0 makes the trajectories."""
-    trainer = run.config.trainer
+    trainer, algorithm = run.config.trainer, run.config.algorithm
     with Steps(run) as steps:
         await steps.start()
         await steps.update_weights()
         if trainer.val_before_train and steps.number == 0:
             await steps.validate()
         steps.record_start()
-        for _ in steps:
+        for step in steps:
             with steps.timed("gen"):
-                trajectories = await steps.generate()
+                groups = await steps.generate()
             with steps.timed("reward"):
-                batch = await steps.assemble(trajectories)
+                batch = await steps.assemble(groups)
             with steps.timed("old_log_prob"):
-                batch.old_logprobs = await steps.compute_logprobs(batch)
+                batch.old_logprobs, batch.logprob_stats = await steps.compute_logprobs(batch)
             if run.reference:
                 with steps.timed("ref"):
                     batch.ref_logprobs = await steps.compute_ref_logprobs(batch)
+            if run.critic:
+                with steps.timed("values"):
+                    batch.values = await steps.compute_values(batch)
+            if algorithm.cpo:
+                with steps.timed("hints"):
+                    batch.hinted_logprobs = await steps.compute_hinted_logprobs(batch)
             with steps.timed("adv"):
+                steps.correct_mismatch(batch)
+                steps.penalize_kl(batch)
                 batch.advantages, batch.returns = await steps.compute_advantages(batch)
-            with steps.timed("update_actor"):
-                await steps.update_actor(batch)
+            if run.critic:
+                with steps.timed("update_critic"):
+                    await steps.update_critic(batch)
+            if step > trainer.critic_warmup:
+                with steps.timed("update_actor"):
+                    await steps.update_actor(batch)
             with steps.timed("update_weights"):
                 await steps.update_weights()
             if steps.due(trainer.test_freq):
@@ -47,7 +59,7 @@ async def train(run: Run) -> None:
             if steps.due(trainer.save_freq):
                 with steps.timed("save_checkpoint"):
                     await steps.save()
-            await steps.finish()
+            await steps.finish(batch)
 
 
 async def main(config: Config) -> None:

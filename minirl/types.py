@@ -23,6 +23,10 @@ Termination = Literal[
 ]
 
 
+GREEDY = -1
+"""`sample_index` of the greedy rollout that `remax` compares with; it does not train."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutput:
     """What the engine sampled for one turn."""
@@ -93,7 +97,7 @@ class Trajectory:
     uid: str = ""
     """Of the prompt: the trajectories of a group share it."""
     sample_index: int = 0
-    """0 .. rollout.n - 1 within the group."""
+    """0 .. rollout.n - 1 within the group; GREEDY for the greedy one."""
     data_source: str = ""
     ground_truth: Any = None
 
@@ -133,6 +137,8 @@ class Group:
     uid: str
     row: dict[str, Any]
     trajectories: list[Trajectory]
+    greedy_reward: float | None = None
+    """Of the greedy rollout of the same prompt, where the estimator asks for one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -162,9 +168,13 @@ class MicroBatch:
     group_ids: Tensor  # [S] int64, sequences of one prompt share it
     old_logprobs: Tensor | None = None  # [T] float32, the policy's at the start of the step
     ref_logprobs: Tensor | None = None  # [T] float32
-    values: Tensor | None = None  # [T] float32
+    hinted_logprobs: Tensor | None = None  # [T] float32, the policy's behind a hinted prompt
+    logprob_stats: Tensor | None = None  # [T] float32, 1 - 2 pi + sum_v pi_v^2
+    rollout_is_weights: Tensor | None = None  # [T] float32
+    values: Tensor | None = None  # [T] float32, V of the state in which the token was sampled
     advantages: Tensor | None = None  # [T] float32
     returns: Tensor | None = None  # [T] float32
+    selected: Tensor | None = None  # [T] bool, by a loss that chooses over the whole mini-batch
 
     @property
     def num_tokens(self) -> int:
@@ -219,6 +229,8 @@ class AdvantageInputs:
     greedy_rewards: Tensor | None = None  # [B], reward of the greedy rollout of the same prompt
     reward_components: dict[str, Tensor] | None = None  # name -> [B]
     logprob_stats: Tensor | None = None  # [B, T], 1 - 2 pi_s + sum_v pi_{s,v}^2
+    logprobs: Tensor | None = None  # [B, T]
+    hinted_logprobs: Tensor | None = None  # [B, T], behind a hinted prompt; of easy groups anything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,7 +74,7 @@ def test_values_are_yaml_with_the_types_of_the_fields() -> None:
         ("rollout.sync_check.x=1", "no such key (known: max_logprob_diff, probe_length)"),
         ("ref.pth=x", "ref.pth: no such key; did you mean 'path'?"),
         ("rollout.max_tool_calls=1", "did you mean rollout.multi_turn.max_tool_calls?"),
-        ("actor.lr=1", "actor.lr: no such key; did you mean actor.optim.lr?"),
+        ("actor.lr=1", "actor.lr: no such key; did you mean actor.optim.lr or critic.optim.lr?"),
     ],
 )
 def test_an_unknown_key_is_told_the_nearest(override: str, message: str) -> None:
@@ -197,6 +197,8 @@ BY_SIGNATURE = {
     "algorithm.norm_adv_by_std_in_grpo": "ADV_ESTIMATORS",
     "algorithm.gamma": "ADV_ESTIMATORS",
     "algorithm.lam": "ADV_ESTIMATORS",
+    "algorithm.cpo.weight_clip": "ADV_ESTIMATORS",
+    "algorithm.kl_ctrl.kl_coef": "KL_CONTROLLERS",
     "actor.clip_ratio": "POLICY_LOSSES",
     "actor.clip_ratio_low": "POLICY_LOSSES",
     "actor.clip_ratio_high": "POLICY_LOSSES",

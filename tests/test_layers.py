@@ -7,9 +7,10 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "minirl"
 LAYERS = [
-    {"train", "evaluate", "steps", "run", "inputs", "launch", "view"},
+    {"train", "evaluate", "view", "steps", "run", "launch"}
+    | {"inputs", "checks", "credit", "curriculum", "records"},
     {"rollout", "trainer", "testing"},
-    {"agent_loop", "tools", "rewards", "algorithms", "data", "chat", "chat_certify"},
+    {"agent_loop", "tools", "rewards", "algorithms", "data", "chat", "chat_certify", "hints"},
     {"types", "config", "registry", "metrics", "tracking", "distributed"}
     | {"display", "plots", "validation"},
 ]

@@ -106,8 +106,8 @@ async def test_what_failed_is_in_no_batch(project: Path, tmp_path: Path, on_fail
         with Steps(run) as steps:
             await steps.start()
             assert next(iter(steps)) == steps.number == 1
-            trajectories = await steps.generate()
-            batch = await steps.assemble(trajectories)
+            batch = await steps.assemble(await steps.generate())
+            trajectories = steps.trajectories
     good = [[t for t in trajectories[i : i + 4] if t.error is None] for i in (0, 4, 8, 12)]
     sizes = [len(group) for group in good]
     assert 0 < sizes[0] < 4 and sizes[2:] == [4, 4]  # of the first prompt some failed, not all
@@ -129,8 +129,8 @@ async def test_masked_terminations_keep_their_place_but_do_not_train(project: Pa
         with Steps(run) as steps:
             await steps.start()
             next(iter(steps))
-            trajectories = await steps.generate()
-            batch = await steps.assemble(trajectories)
+            batch = await steps.assemble(await steps.generate())
+            trajectories = steps.trajectories
     lengths = [sum(t.response_mask) for t in trajectories]
     whole = [t.termination == "stop" for t in trajectories]
     assert True in whole and False in whole  # `#### 7` and its end fit, `#### 10` does not

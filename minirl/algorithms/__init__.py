@@ -43,7 +43,6 @@ Numbers are verl's for the same inputs, except:
 
 from minirl.algorithms.advantages import (
     ADV_ESTIMATORS,
-    HintedAdvantageInputs,
     compute_advantages,
     equal_reward_fraction,
     group_difficulty,
@@ -77,7 +76,6 @@ __all__ = [
     "AdvantageInputs",
     "Correction",
     "FixedKL",
-    "HintedAdvantageInputs",
     "LossInputs",
     "Requirements",
     "Segments",

@@ -11,7 +11,6 @@ The first line of each docstring is the formula and the line `Paper:` its source
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,14 +27,6 @@ ADV_ESTIMATORS: Registry[Callable[..., Advantages]] = Registry("advantage estima
 """Functions of AdvantageInputs; keyword-only arguments are options."""
 
 STD_EPSILON = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HintedAdvantageInputs(AdvantageInputs):
-    """AdvantageInputs of `cpo`: the answers' log-probabilities with and without the hint."""
-
-    logprobs: Tensor | None = None  # [B, T]
-    hinted_logprobs: Tensor | None = None  # [B, T], of easy groups anything finite
 
 
 def compute_advantages(name: str, inputs: AdvantageInputs, **options: object) -> Advantages:
@@ -232,7 +223,7 @@ def gdpo(
 @ADV_ESTIMATORS.register("cpo")
 @requires(needs=("logprobs", "hinted_logprobs"), min_group_size=2)
 def cpo(
-    inputs: HintedAdvantageInputs,
+    inputs: AdvantageInputs,
     *,
     difficulty: float = 0.5,
     weight_clip: float = 2.0,
@@ -242,7 +233,7 @@ def cpo(
 
     Hard are groups whose `group_difficulty` is above `difficulty`; elsewhere w = 1. c is
     `weight_clip`; the mean is over the sampled tokens of the response, so its advantages keep
-    their mean. Takes HintedAdvantageInputs.
+    their mean.
 
     Paper: none; minirl's curriculum policy optimization, on GRPO (Shao et al., 2024).
     """

@@ -18,64 +18,6 @@ from minirl.algorithms.requirements import requires
 from minirl.types import LossInputs
 
 
-@POLICY_LOSSES.register("clip_cov")
-@requires(whole_batch=True)
-def clip_cov(
-    inputs: LossInputs,
-    *,
-    clip_ratio: float = 0.2,
-    clip_ratio_low: float | None = None,
-    clip_ratio_high: float | None = None,
-    clip_cov_ratio: float = 0.0002,
-    clip_cov_lb: float = 1.0,
-    clip_cov_ub: float = 5.0,
-    seed: int = 0,
-    selected: Tensor | None = None,
-) -> Loss:
-    """max(-A ratio, -A clip(ratio)), 0 at tokens drawn from those with lb < cov(logp, A) < ub.
-
-    `selected` (bool, one per token) is the draw of `select_clip_cov` over the whole mini-batch.
-    With None it is drawn, with `seed`, from this input: the same thing only when that is all of it.
-
-    Paper: Cui et al., The entropy mechanism of RL for reasoning language models, 2025.
-    """
-    low, high = clip_sides(clip_ratio, clip_ratio_low, clip_ratio_high)
-    loss, was_clipped = clipped_objective(log_ratio(inputs).exp(), inputs.advantages, low, high)
-    if selected is None:
-        selected = select_clip_cov(
-            inputs,
-            allowed=~was_clipped,
-            clip_cov_ratio=clip_cov_ratio,
-            clip_cov_lb=clip_cov_lb,
-            clip_cov_ub=clip_cov_ub,
-            seed=seed,
-        )
-    return loss.masked_fill(selected, 0.0), {"actor/pg_clipfrac": selected}
-
-
-@POLICY_LOSSES.register("kl_cov")
-@requires(whole_batch=True)
-def kl_cov(
-    inputs: LossInputs,
-    *,
-    kl_cov_ratio: float = 0.0002,
-    ppo_kl_coef: float = 1.0,
-    selected: Tensor | None = None,
-) -> Loss:
-    """-A ratio, + ppo_kl_coef |logp - logp_old| at the tokens with the largest cov(logp, A).
-
-    `selected` (bool, one per token) is the choice of `select_kl_cov` over the whole mini-batch.
-    With None it is made from this input: the same thing only when that is all of it.
-
-    Paper: Cui et al., The entropy mechanism of RL for reasoning language models, 2025.
-    """
-    if selected is None:
-        selected = select_kl_cov(inputs, kl_cov_ratio=kl_cov_ratio)
-    x = log_ratio(inputs)
-    penalty = torch.where(selected, ppo_kl_coef * x.abs(), 0.0)
-    return -inputs.advantages * x.exp() + penalty, {"actor/kl_cov_frac": selected}
-
-
 @torch.no_grad()
 def select_clip_cov(
     inputs: LossInputs,
@@ -113,6 +55,87 @@ def select_kl_cov(inputs: LossInputs, *, kl_cov_ratio: float = 0.0002) -> Tensor
     count = min(max(int(num_tokens * kl_cov_ratio), 1), num_tokens)
     covariance = _covariance(inputs).masked_fill(inputs.response_mask == 0, -torch.inf)
     return _flags(covariance.flatten().topk(count).indices, inputs)
+
+
+@torch.no_grad()
+def choose_clip_cov(
+    inputs: LossInputs,
+    *,
+    seed: int,
+    clip_ratio: float = 0.2,
+    clip_ratio_low: float | None = None,
+    clip_ratio_high: float | None = None,
+    **bounds: float,
+) -> Tensor:
+    """`select_clip_cov` among the tokens that PPO does not clip anyhow."""
+    low, high = clip_sides(clip_ratio, clip_ratio_low, clip_ratio_high)
+    _, clipped = clipped_objective(log_ratio(inputs).exp(), inputs.advantages, low, high)
+    return select_clip_cov(inputs, allowed=~clipped, seed=seed, **bounds)
+
+
+def choose_kl_cov(
+    inputs: LossInputs, *, seed: int, kl_cov_ratio: float = 0.0002, ppo_kl_coef: float = 1.0
+) -> Tensor:
+    """`select_kl_cov`, which draws nothing and so needs no seed."""
+    return select_kl_cov(inputs, kl_cov_ratio=kl_cov_ratio)
+
+
+@POLICY_LOSSES.register("clip_cov")
+@requires(select=choose_clip_cov)
+def clip_cov(
+    inputs: LossInputs,
+    *,
+    clip_ratio: float = 0.2,
+    clip_ratio_low: float | None = None,
+    clip_ratio_high: float | None = None,
+    clip_cov_ratio: float = 0.0002,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
+    seed: int = 0,
+    selected: Tensor | None = None,
+) -> Loss:
+    """max(-A ratio, -A clip(ratio)), 0 at tokens drawn from those with lb < cov(logp, A) < ub.
+
+    `selected` (bool, one per token) is the draw of `select_clip_cov` over the whole mini-batch.
+    With None it is drawn, with `seed`, from this input: the same thing only when that is all of it.
+
+    Paper: Cui et al., The entropy mechanism of RL for reasoning language models, 2025.
+    """
+    low, high = clip_sides(clip_ratio, clip_ratio_low, clip_ratio_high)
+    loss, was_clipped = clipped_objective(log_ratio(inputs).exp(), inputs.advantages, low, high)
+    if selected is None:
+        selected = select_clip_cov(
+            inputs,
+            allowed=~was_clipped,
+            clip_cov_ratio=clip_cov_ratio,
+            clip_cov_lb=clip_cov_lb,
+            clip_cov_ub=clip_cov_ub,
+            seed=seed,
+        )
+    return loss.masked_fill(selected, 0.0), {"actor/pg_clipfrac": selected}
+
+
+@POLICY_LOSSES.register("kl_cov")
+@requires(select=choose_kl_cov)
+def kl_cov(
+    inputs: LossInputs,
+    *,
+    kl_cov_ratio: float = 0.0002,
+    ppo_kl_coef: float = 1.0,
+    selected: Tensor | None = None,
+) -> Loss:
+    """-A ratio, + ppo_kl_coef |logp - logp_old| at the tokens with the largest cov(logp, A).
+
+    `selected` (bool, one per token) is the choice of `select_kl_cov` over the whole mini-batch.
+    With None it is made from this input: the same thing only when that is all of it.
+
+    Paper: Cui et al., The entropy mechanism of RL for reasoning language models, 2025.
+    """
+    if selected is None:
+        selected = select_kl_cov(inputs, kl_cov_ratio=kl_cov_ratio)
+    x = log_ratio(inputs)
+    penalty = torch.where(selected, ppo_kl_coef * x.abs(), 0.0)
+    return -inputs.advantages * x.exp() + penalty, {"actor/kl_cov_frac": selected}
 
 
 def _covariance(inputs: LossInputs) -> Tensor:

@@ -19,8 +19,14 @@ class Requirements:
     """The aggregations that a loss is defined with; None = any."""
     own_is_weights: bool = False
     """The loss applies `rollout_is_weights` itself."""
-    whole_batch: bool = False
-    """The loss chooses tokens over the whole mini-batch: see its argument `selected`."""
+    select: Callable[..., Any] | None = None
+    """`select(inputs, *, seed, **options) -> bool [T]` chooses tokens over the whole mini-batch;
+    the loss gets its part of them as the keyword argument `selected`."""
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether the loss depends on more than its micro-batch."""
+        return self.select is not None
 
     def check_inputs(self, what: str, inputs: Any) -> None:
         """Raise ValueError when a needed field is None."""

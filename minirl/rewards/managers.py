@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, SupportsFloat, TypeGuard
 
-from minirl.config import ConfigError, RewardConfig
-from minirl.registry import Registry
+from minirl.config import ConfigError, OverlongBufferConfig, RewardConfig
+from minirl.registry import Registry, nearest, option_names
 from minirl.rewards.functions import RewardFunction, load_reward_function
 from minirl.types import Trajectory
 
@@ -18,16 +18,29 @@ class RewardManager(Protocol):
     ) -> None: ...
 
 
-REWARD_MANAGERS: Registry[Callable[[RewardFunction], RewardManager]] = Registry("reward manager")
+REWARD_MANAGERS: Registry[Callable[..., RewardManager]] = Registry("reward manager")
+"""Made of a RewardFunction; those of `overlong_buffer` and `response_length` that are keyword-only
+parameters are given too."""
 
 
-def load_reward_manager(config: RewardConfig) -> RewardManager:
-    """The manager of reward.reward_manager, with its reward function; ConfigError names the key."""
+def load_reward_manager(config: RewardConfig, *, response_length: int) -> RewardManager:
+    """The manager of reward.reward_manager, with its reward function; ConfigError names the key.
+
+    `response_length` is the limit in tokens (rollout.response_length).
+    """
     try:
         manager = REWARD_MANAGERS.find(config.reward_manager)
     except ValueError as error:
         raise ConfigError(f"reward.reward_manager: {error}") from error
-    return manager(load_reward_function(config))
+    known = option_names(manager)
+    if config.overlong_buffer and "overlong_buffer" not in known:
+        raise ConfigError(
+            f"reward.overlong_buffer: reward_manager={config.reward_manager} has no such penalty; "
+            "set reward.reward_manager=dapo, or reward.overlong_buffer=null"
+        )
+    given = {"overlong_buffer": config.overlong_buffer, "response_length": response_length}
+    options = {name: value for name, value in given.items() if name in known}
+    return manager(load_reward_function(config), **options)
 
 
 @REWARD_MANAGERS.register("naive")
@@ -64,6 +77,57 @@ class NaiveRewardManager:
         trajectory.reward = float(reward)
         numbers = {key: float(value) for key, value in details.items() if _is_number(value)}
         trajectory.reward_breakdown.update(numbers)
+
+
+@REWARD_MANAGERS.register("dapo")
+class DapoRewardManager(NaiveRewardManager):
+    """Scores like `naive` and punishes, softly, what comes near the length limit.
+
+    With the limit L, the buffer b and the factor f, a response of n tokens (all turns and
+    observations) is punished by f (n - (L - b)) / b, from 0 at L - b tokens to f at L.
+
+    Paper: Yu et al., DAPO, 2025.
+    """
+
+    def __init__(
+        self,
+        compute_score: RewardFunction,
+        *,
+        response_length: int,
+        overlong_buffer: OverlongBufferConfig | None = None,
+    ) -> None:
+        super().__init__(compute_score)
+        self.response_length = response_length
+        self.overlong_buffer = overlong_buffer
+
+    async def __call__(
+        self, trajectory: Trajectory, row: Mapping[str, Any], solution_str: str
+    ) -> None:
+        """As `naive`; the breakdown keeps `score`, before the penalty, and `overlong_reward`."""
+        await super().__call__(trajectory, row, solution_str)
+        assert trajectory.reward is not None
+        trajectory.reward_breakdown["score"] = trajectory.reward
+        if buffer := self.overlong_buffer:
+            exceeding = len(trajectory.response_ids) - (self.response_length - buffer.len)
+            penalty = max(0.0, exceeding / buffer.len * buffer.penalty_factor)
+            trajectory.reward_breakdown["overlong_reward"] = -penalty
+            trajectory.reward -= penalty
+
+
+def reward_number(trajectory: Trajectory, name: str) -> float:
+    """`reward`, or the number `name` that the reward function returned beside it.
+
+    Raises ValueError, which names the trajectory, when it has none of that name.
+    """
+    value = trajectory.reward if name == "reward" else trajectory.reward_breakdown.get(name)
+    if value is None:
+        known = ["reward", *trajectory.reward_breakdown]
+        raise ValueError(
+            f"trajectory {trajectory.sample_index} of prompt {trajectory.uid!r} has no reward "
+            f"component {name!r}{nearest(name, known)}; the reward function must return it for "
+            "every answer"
+        )
+    return value
 
 
 def token_rewards(

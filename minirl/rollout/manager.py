@@ -11,11 +11,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from minirl.agent_loop import derive_seed
-from minirl.config import Config, SamplingConfig
+from minirl.config import Config, RolloutConfig, SamplingConfig
+from minirl.rewards import reward_number
 from minirl.rollout.client import AsyncLLMServerManager, RoutingStats
 from minirl.rollout.server import ServerClient
 from minirl.rollout.worker import AgentLoopWorker, SampleRequest
-from minirl.types import Group, Trajectory
+from minirl.types import GREEDY, Group, Trajectory
 
 LAG_INTERVAL_S = 0.05
 
@@ -42,11 +43,17 @@ class AgentLoopManager:
         """Of the last `generate_sequences`."""
 
     async def generate_sequences(
-        self, prompts: list[dict[str, Any]], *, step: int, validate: bool = False
+        self,
+        prompts: list[dict[str, Any]],
+        *,
+        step: int,
+        validate: bool = False,
+        greedy: bool = False,
     ) -> list[Trajectory]:
         """Every prompt's trajectories, in the order of the prompts and of their sample index.
 
-        Each prompt is sampled `rollout.n` times, or `rollout.val_kwargs.n` times to validate.
+        Each prompt is sampled `rollout.n` times, or `rollout.val_kwargs.n` times to validate; with
+        `greedy` once more beside those, without randomness, as the sample GREEDY.
 
         Raises:
             TooManyFailuresError: more failed than `rollout.max_failure_fraction`.
@@ -58,7 +65,7 @@ class AgentLoopManager:
         async with _loop_lag() as lag, asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(self._worker.run(request))
-                for request in self._requests(prompts, step, validate)
+                for request in self._requests(prompts, step, validate, greedy)
             ]
         seconds = time.perf_counter() - started
         trajectories = [trajectory for task in running for trajectory in task.result()]
@@ -75,19 +82,22 @@ class AgentLoopManager:
         await asyncio.gather(*(server.call("sleep", level=level) for server in self._servers))
 
     def _requests(
-        self, prompts: list[dict[str, Any]], step: int, validate: bool
+        self, prompts: list[dict[str, Any]], step: int, validate: bool, greedy: bool
     ) -> list[SampleRequest]:
         rollout, seed = self._config.rollout, self._config.trainer.seed
-        sampling = rollout.val_kwargs if validate else None
+        sampling = rollout.val_kwargs if validate else rollout
+        params = dict.fromkeys(range(sampling.n), _sampling_params(sampling))
+        if greedy:
+            params[GREEDY] = {"temperature": 0.0}
         return [
             SampleRequest(
                 row=row,
                 sample_index=index,
                 seed=derive_seed(seed, "validate" if validate else step, row["uid"], index),
-                sampling_params=_sampling_params(sampling, rollout.temperature),
+                sampling_params=params[index],
             )
             for row in prompts
-            for index in range(sampling.n if sampling else rollout.n)
+            for index in params
         ]
 
     def _rollout_metrics(self, seconds: float, lag: list[float]) -> dict[str, float]:
@@ -118,12 +128,17 @@ class AgentLoopManager:
 
 
 def groups_for_training(
-    prompts: list[dict[str, Any]], trajectories: list[Trajectory], *, drop_failed_groups: bool
+    prompts: list[dict[str, Any]],
+    trajectories: list[Trajectory],
+    *,
+    drop_failed_groups: bool,
+    needs_greedy: bool = False,
 ) -> list[Group]:
     """Trajectories by prompt, without those that failed or have no reward (they never sampled).
 
     A failed trajectory never enters its group's baseline as a made-up zero: it is left out, or with
-    `drop_failed_groups` its whole group is.
+    `drop_failed_groups` its whole group is. So is a group whose greedy rollout failed, if
+    `needs_greedy`: it has no baseline.
     """
     by_uid: dict[str, list[Trajectory]] = {row["uid"]: [] for row in prompts}
     for trajectory in trajectories:
@@ -133,10 +148,30 @@ def groups_for_training(
         members = by_uid[row["uid"]]
         if drop_failed_groups and any(t.error for t in members):
             continue
-        rewarded = [t for t in members if t.reward is not None and t.error is None]
-        if rewarded:
-            groups.append(Group(uid=row["uid"], row=row, trajectories=rewarded))
+        greedy = [t.reward for t in members if t.sample_index == GREEDY and _is_rewarded(t)]
+        rewarded = [t for t in members if t.sample_index != GREEDY and _is_rewarded(t)]
+        if rewarded and (greedy or not needs_greedy):
+            groups.append(
+                Group(
+                    uid=row["uid"],
+                    row=row,
+                    trajectories=rewarded,
+                    greedy_reward=greedy[-1] if greedy else None,
+                )
+            )
     return groups
+
+
+def varied_groups(groups: list[Group], metric: str) -> list[Group]:
+    """The groups in which `metric` (`reward`, or a name in reward_breakdown) takes several values.
+
+    Paper: dynamic sampling of DAPO, Yu et al., 2025.
+    """
+    return [g for g in groups if len({reward_number(t, metric) for t in g.trajectories}) > 1]
+
+
+def _is_rewarded(trajectory: Trajectory) -> bool:
+    return trajectory.reward is not None and trajectory.error is None
 
 
 def _cause(error: str) -> str:
@@ -145,14 +180,16 @@ def _cause(error: str) -> str:
     return frames + last_line.partition(":")[0]
 
 
-def _sampling_params(sampling: SamplingConfig | None, temperature: float) -> dict[str, Any]:
-    if sampling is None:
-        return {"temperature": temperature}
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-    }
+def _sampling_params(sampling: SamplingConfig | RolloutConfig) -> dict[str, Any]:
+    """In vLLM's names; what is off is left out."""
+    params = {"temperature": sampling.temperature}
+    if sampling.top_p != 1:
+        params["top_p"] = sampling.top_p
+    if sampling.top_k != -1:
+        params["top_k"] = sampling.top_k
+    if isinstance(sampling, RolloutConfig) and sampling.min_p:
+        params["min_p"] = sampling.min_p
+    return params
 
 
 @asynccontextmanager

@@ -1,8 +1,8 @@
 """Checkpoints: complete or absent, whatever kills the run; and Hugging Face folders.
 
-`checkpoints/step_000010/` holds `state/` (torch.distributed.checkpoint: parameters and optimizer,
-readable by any number of ranks), `rng_<rank>.json` and `meta.json`. It is written under another
-name, synced to disk and renamed, so a folder with the right name is complete.
+`checkpoints/step_000010/` holds `state/` (torch.distributed.checkpoint: parameters and optimizer of
+policy and critic, readable by any number of ranks), `rng_<rank>.json` and `meta.json`. It is
+written under another name, synced to disk and renamed, so a folder with the right name is complete.
 """
 
 import base64
@@ -11,8 +11,9 @@ import os
 import random
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -29,11 +30,19 @@ STEP_NAME = re.compile(r"step_(\d+)")
 NOT_EXPORTED = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
 
+class Part(Protocol):
+    """What is saved under a name: `actor`, `critic`."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def optimizer(self) -> Optimizer: ...
+
+
 def save(
     directory: Path,
     step: int,
-    model: nn.Module,
-    optimizer: Optimizer,
+    parts: Mapping[str, Part],
     extra: dict[str, Any],
     world: Dist,
     *,
@@ -51,12 +60,11 @@ def save(
             shutil.rmtree(stale)
         partial.mkdir(parents=True)
     world.barrier()
-    parameters, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": parameters, "optimizer": moments}, checkpoint_id=partial / "state")
+    dcp.save(_state(parts), checkpoint_id=partial / "state")
     _write_json(partial / f"rng_{world.rank}.json", _random_state())
     world.barrier()
     if world.is_main:
-        meta = {"step": step, "parameters": _shapes(model), "extra": extra}
+        meta = {"step": step, "parameters": _shapes(parts), "extra": extra}
         _write_json(partial / "meta.json", meta)
         _sync_folder(partial / "state")
         _sync_folder(partial)
@@ -83,18 +91,26 @@ def latest(directory: Path) -> Path | None:
     return max(complete(directory), default=(0, None))[1]
 
 
-def load(path: Path, model: nn.Module, optimizer: Optimizer, world: Dist) -> dict[str, Any]:
-    """Restore parameters, optimizer and random states in place; return `{"step": ..., **extra}`.
+def load(path: Path, parts: Mapping[str, Part], world: Dist) -> dict[str, Any]:
+    """Restore parameters, optimizers and random states in place; return `{"step": ..., **extra}`.
 
     The number of ranks may differ from that of the run that saved (then ranks beyond it keep
-    their random state). Raises ConfigError when the checkpoint is another model's. Every rank
-    takes part.
+    their random state). Parts of the checkpoint that are not asked for stay unread. Raises
+    ConfigError when it lacks one, or is another model's. Every rank takes part.
     """
     meta = json.loads((path / "meta.json").read_text())
-    _check_same_model(path, meta["parameters"], _shapes(model))
-    parameters, moments = get_state_dict(model, optimizer)
-    dcp.load({"model": parameters, "optimizer": moments}, checkpoint_id=path / "state")
-    set_state_dict(model, optimizer, model_state_dict=parameters, optim_state_dict=moments)
+    for name, shapes in _shapes(parts).items():
+        _check_same_model(path, name, meta["parameters"].get(name), shapes)
+    state = _state(parts)
+    dcp.load(state, checkpoint_id=path / "state")
+    for name, part in parts.items():
+        loaded = state[name]
+        set_state_dict(
+            part.model,
+            part.optimizer,
+            model_state_dict=loaded["model"],
+            optim_state_dict=loaded["optimizer"],
+        )
     random_state = path / f"rng_{world.rank}.json"
     if random_state.is_file():
         _set_random_state(json.loads(random_state.read_text()))
@@ -120,18 +136,31 @@ def export_hf(model: PreTrainedModel, source: Path, out: Path, dtype: torch.dtyp
             shutil.copy(file, out)
 
 
-def _shapes(model: nn.Module) -> dict[str, list[int]]:
-    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+def _state(parts: Mapping[str, Part]) -> dict[str, Any]:
+    states = {name: get_state_dict(part.model, part.optimizer) for name, part in parts.items()}
+    return {name: {"model": m, "optimizer": o} for name, (m, o) in states.items()}
 
 
-def _check_same_model(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
+def _shapes(parts: Mapping[str, Part]) -> dict[str, dict[str, list[int]]]:
+    return {
+        part: {name: list(p.shape) for name, p in trained.model.named_parameters()}
+        for part, trained in parts.items()
+    }
+
+
+def _check_same_model(path: Path, part: str, saved: dict[str, Any] | None, here: Any) -> None:
     if saved == here:
         return
+    restart = "set trainer.resume_mode=disable or another trainer.experiment_name"
+    if saved is None:
+        raise ConfigError(
+            f"{path}: the checkpoint of a run without {part}; remove it, or {restart}"
+        )
     name = min(saved.keys() ^ here.keys() or {n for n in here if here[n] != saved[n]})
     raise ConfigError(
         f"{path}: the checkpoint of another model: {name} is {saved.get(name, 'not there')} in it "
-        f"and {here.get(name, 'not there')} in model.path; name the model that the run began with, "
-        "or set trainer.resume_mode=disable or another trainer.experiment_name"
+        f"and {here.get(name, 'not there')} in {'critic' if part == 'critic' else 'model'}.path; "
+        f"name the model that the run began with, or {restart}"
     )
 
 

@@ -73,9 +73,16 @@ def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
 
 
 def load_model(
-    path: str, model: ModelConfig, world: Dist, *, key: str = "model.path"
+    path: str,
+    model: ModelConfig,
+    world: Dist,
+    *,
+    key: str = "model.path",
+    value_head: bool = False,
 ) -> PreTrainedModel:
     """The causal language model at `path`: float32, packed attention, no dropout, sharded.
+
+    With `value_head` its output is one number per token, 0 everywhere to begin with.
 
     Only rank 0 reads the weights, and every rank receives its shard, so that the host holds one
     full copy, whatever the number of ranks. Every rank takes part.
@@ -83,9 +90,14 @@ def load_model(
     check_model_folder(path, key)
     dtype = compute_dtype(model, world.device)
     full = _read_weights(path, model) if world.is_main else None
+    if full is not None and value_head:
+        _replace_head(full)
     if full is not None and not is_sharded(world):
         return _prepare(full, model)
-    sharded = shard(_prepare(_uninitialized(path, model), model), world, dtype)
+    empty = _uninitialized(path, model)
+    if value_head:
+        _replace_head(empty)
+    sharded = shard(_prepare(empty, model), world, dtype)
     _scatter(dict(full.named_parameters()) if full is not None else None, sharded)
     return sharded
 
@@ -120,6 +132,15 @@ def reshard(model: nn.Module) -> None:
     """Free the full embedding and head, which FSDP2 keeps after a pass without a backward."""
     if isinstance(model, FSDPModule):
         model.reshard()
+
+
+def _replace_head(model: PreTrainedModel) -> None:
+    """A value in place of the vocabulary's logits; untied from the embedding."""
+    text = model.config.get_text_config()
+    head = nn.Linear(text.hidden_size, 1, bias=False)
+    nn.init.zeros_(head.weight)  # V = 0: the first advantages are the plain returns
+    model.set_output_embeddings(head)
+    text.tie_word_embeddings = model.config.tie_word_embeddings = False
 
 
 def _prepare(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:

@@ -19,35 +19,42 @@ def pack(
     token_rewards: list[list[float]],
     group_ids: list[int],
     trains: list[bool] | None = None,
+    prompts: list[list[int]] | None = None,
 ) -> MicroBatch:
     """Lay trajectories end to end; `token_rewards[i]` has one reward per response token.
 
     A trajectory with `trains[i]` false keeps its place, with response_mask 0 everywhere: it does
-    not enter the loss.
+    not enter the loss. `prompts[i]`, where given, are used in place of its own prompt's tokens.
     """
     trains = trains or [True] * len(trajectories)
+    prompts = prompts or [t.prompt_ids for t in trajectories]
     mask: list[float] = []
     logprobs: list[float] = []
     rewards: list[float] = []
-    for t, reward, train in zip(trajectories, token_rewards, trains, strict=True):
+    tokens: list[int] = []
+    for t, reward, train, ids in zip(trajectories, token_rewards, trains, prompts, strict=True):
         if len(reward) != len(t.response_ids):
             raise ValueError(f"{len(reward)} rewards for {len(t.response_ids)} response tokens")
-        prompt = [0.0] * len(t.prompt_ids)
+        prompt = [0.0] * len(ids)
+        tokens += ids + t.response_ids
         mask += prompt + [float(train and m) for m in t.response_mask]
         logprobs += prompt + t.response_logprobs
         rewards += prompt + reward
-    lengths = torch.tensor([len(t.token_ids) for t in trajectories], dtype=torch.int64)
+    prompt_lengths = torch.tensor([len(ids) for ids in prompts], dtype=torch.int64)
+    lengths = prompt_lengths + torch.tensor(
+        [len(t.response_ids) for t in trajectories], dtype=torch.int64
+    )
     starts = torch.cumsum(lengths, 0) - lengths
     sequence_ids = torch.repeat_interleave(lengths)
     return MicroBatch(
-        tokens=torch.tensor([i for t in trajectories for i in t.token_ids], dtype=torch.int64),
+        tokens=torch.tensor(tokens, dtype=torch.int64),
         positions=torch.arange(int(lengths.sum())) - starts[sequence_ids],
         sequence_ids=sequence_ids,
         response_mask=torch.tensor(mask, dtype=torch.float32),
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
         token_rewards=torch.tensor(rewards, dtype=torch.float32),
         lengths=lengths,
-        prompt_lengths=torch.tensor([len(t.prompt_ids) for t in trajectories], dtype=torch.int64),
+        prompt_lengths=prompt_lengths,
         group_ids=torch.tensor(group_ids, dtype=torch.int64),
     )
 
@@ -74,11 +81,16 @@ def from_rows(batch: MicroBatch, rows: Tensor) -> Tensor:
 
 def _response_places(batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[int, int]]:
     """Response tokens [n], their (row, column), and the shape (B, T) of the rows."""
-    column = batch.positions - batch.prompt_lengths[batch.sequence_ids]
+    column = response_positions(batch)
     where = (column >= 0).nonzero().squeeze(1)
     longest = int((batch.lengths - batch.prompt_lengths).max()) if batch.num_sequences else 0
     places = (batch.sequence_ids[where], column[where])
     return where, places, (batch.num_sequences, longest)
+
+
+def response_positions(batch: MicroBatch) -> Tensor:
+    """Index of each token within its response, negative in the prompt: [N] int64."""
+    return batch.positions - batch.prompt_lengths[batch.sequence_ids]
 
 
 def token_places(batch: MicroBatch, sequences: list[int]) -> Tensor:

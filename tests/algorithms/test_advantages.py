@@ -9,7 +9,6 @@ import torch
 from minirl.algorithms import (
     ADV_ESTIMATORS,
     AdvantageInputs,
-    HintedAdvantageInputs,
     compute_advantages,
     equal_reward_fraction,
     group_difficulty,
@@ -187,7 +186,7 @@ def test_cpo():
     mask = tensor([[1, 1, 0, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]])
     logprobs = torch.full((4, 4), -2.0, dtype=F64)
     gain = tensor([[2.0, 0.1, 9, 1.0], [1.5, 1.0, 9, 9], [3.0, 0.1, 1.0, 9], [2.0, 9, 9, 9]]).log()
-    inputs = HintedAdvantageInputs(
+    inputs = AdvantageInputs(
         token_rewards=tensor([[0, 0, 0, 1], [0] * 4, [0, 0, 1, 0], [1, 0, 0, 0]]),
         response_mask=mask,
         group_ids=torch.tensor([0, 0, 1, 1]),
@@ -234,7 +233,7 @@ def test_rloo_is_unbiased_and_grpo_shrinks_it():
 
 
 @pytest.fixture
-def full_inputs(mask) -> HintedAdvantageInputs:
+def full_inputs(mask) -> AdvantageInputs:
     """Every field filled; groups of 1, 2 and 3; turn rewards on sampled tokens."""
     draw = torch.Generator().manual_seed(0)
 
@@ -242,7 +241,7 @@ def full_inputs(mask) -> HintedAdvantageInputs:
         return torch.randn(*shape, generator=draw, dtype=F64)
 
     rows = mask.shape[0]
-    return HintedAdvantageInputs(
+    return AdvantageInputs(
         token_rewards=normal(*mask.shape) * mask,
         response_mask=mask,
         group_ids=torch.tensor([5, 2, 5, 2, 9, 2]),
@@ -255,7 +254,7 @@ def full_inputs(mask) -> HintedAdvantageInputs:
     )
 
 
-def changed(inputs: HintedAdvantageInputs, change, rows=None) -> HintedAdvantageInputs:
+def changed(inputs: AdvantageInputs, change, rows=None) -> AdvantageInputs:
     """`change` on every [B, T] tensor; `rows` reorders everything."""
     fields = {name: change(getattr(inputs, name)) for name in ARRAYS}
     fields |= {"group_ids": inputs.group_ids, "greedy_rewards": inputs.greedy_rewards}
@@ -264,7 +263,7 @@ def changed(inputs: HintedAdvantageInputs, change, rows=None) -> HintedAdvantage
         fields["group_ids"] = fields["group_ids"][rows]
         fields["greedy_rewards"] = fields["greedy_rewards"][rows]
         components = {key: value[rows] for key, value in components.items()}
-    return HintedAdvantageInputs(**fields, reward_components=components)
+    return AdvantageInputs(**fields, reward_components=components)
 
 
 every_estimator = pytest.mark.parametrize("name", list(ADV_ESTIMATORS))
@@ -274,7 +273,7 @@ every_estimator = pytest.mark.parametrize("name", list(ADV_ESTIMATORS))
 def test_masked_positions_get_nothing_and_change_nothing(name, full_inputs):
     masked = full_inputs.response_mask == 0
     clean = compute_advantages(name, full_inputs)
-    dirty = HintedAdvantageInputs(
+    dirty = AdvantageInputs(
         token_rewards=full_inputs.token_rewards,
         response_mask=full_inputs.response_mask,
         group_ids=full_inputs.group_ids,
@@ -351,7 +350,7 @@ def test_equal_rewards_carry_no_signal(name, full_inputs):
     """Exactly 0, although the mean of three float32 0.9 is not 0.9."""
     last = full_inputs.response_mask.cumsum(1).argmax(1, keepdim=True)
     rewards = torch.zeros(6, 7).scatter(1, last, 0.9)
-    inputs = HintedAdvantageInputs(
+    inputs = AdvantageInputs(
         token_rewards=rewards,
         response_mask=torch.ones(6, 7),
         group_ids=torch.tensor([0, 0, 0, 1, 1, 1]),

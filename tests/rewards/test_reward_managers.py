@@ -33,7 +33,9 @@ def conversation(*turns):
 
 
 async def test_naive_manager_scores_by_the_row():
-    manager = load_reward_manager(RewardConfig(reward_kwargs={"format_score": 0.1}))
+    manager = load_reward_manager(
+        RewardConfig(reward_kwargs={"format_score": 0.1}), response_length=100
+    )
     right, wrong = Trajectory(prompt_ids=[]), Trajectory(prompt_ids=[])
     await manager(right, ROW, "2 + 2\n#### 4")
     await manager(wrong, ROW, "#### 5")
@@ -59,7 +61,7 @@ async def test_what_is_no_score_is_refused(value):
 
 def test_unknown_manager():
     with pytest.raises(ConfigError, match=r"reward.reward_manager: .*did you mean 'naive'"):
-        load_reward_manager(RewardConfig(reward_manager="naiv"))
+        load_reward_manager(RewardConfig(reward_manager="naiv"), response_length=100)
 
 
 @pytest.mark.parametrize(

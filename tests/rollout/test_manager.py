@@ -60,7 +60,9 @@ class Opener:
             context = make_context(engine.script, tools=tools, overrides=[*SETTINGS, *overrides])
             context.server = router
             config = context.config
-            worker = AgentLoopWorker(config.rollout, context, load_reward_manager(config.reward))
+            worker = AgentLoopWorker(
+                config.rollout, context, load_reward_manager(config.reward, response_length=99)
+            )
             manager = AgentLoopManager(config, worker, router, [client])
             yield Rollout(manager, engine, client)
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from engine_pair import Pair, Without, open_pair
 
+from minirl.credit import correct_mismatch
 from minirl.rollout.server import RequestRefusedError
 from minirl.rollout.weight_sync import SyncError, WeightSync
 from minirl.testing import tiny_model
-from minirl.trainer.policy import mismatch_metrics
 from minirl.types import MicroBatch
 
 pytestmark = [
@@ -90,7 +90,7 @@ async def test_a_wrong_temperature_is_caught_by_probe_and_metric(pair: Pair) -> 
         await sync.check(pair.policy.score, seed=1)
 
     def mean_difference(batch: MicroBatch) -> float:
-        metrics = mismatch_metrics(batch)
+        metrics = correct_mismatch(batch, None)
         return metrics["training/rollout_probs_diff_mean"]
 
     right, _ = await pair.differences()

@@ -32,7 +32,7 @@ def test_equals_one_by_one(model, chunk, monkeypatch):
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk)
     batch = make_batch()
     expected, expected_entropy = one_by_one(model, batch, 0.7)
-    got, entropy = token_logprobs(model, batch, 0.7, entropy="grad")
+    got, entropy = token_logprobs(model, batch, 0.7, also="entropy_grad")
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=1e-5)
 
@@ -60,3 +60,18 @@ def test_nothing_to_train_has_a_gradient_of_zeros(model):
     got.sum().backward()
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
     model.zero_grad()
+
+
+def test_stats_are_the_expected_square_of_the_score(model):
+    batch = make_batch()
+    _, stats = token_logprobs(model, batch, 0.7, also="stats")
+    model.set_attn_implementation("eager")
+    expected = []
+    for tokens in batch.tokens.split(batch.lengths.tolist()):
+        p = torch.softmax(model(tokens[None]).logits[0] / 0.7, dim=-1)[:-1]
+        chosen = p.gather(1, tokens[1:, None]).squeeze(1)
+        expected += [torch.zeros(1), 1 - 2 * chosen + p.square().sum(-1)]
+    model.set_attn_implementation(attention.NAME)
+    torch.testing.assert_close(
+        stats, torch.cat(expected) * batch.response_mask, atol=1e-5, rtol=1e-5
+    )

@@ -7,7 +7,8 @@ from trainer_helpers import alone, make_batch, make_config, save_model
 
 from minirl.config import ConfigError, OptimConfig, PolicyLossConfig, RefConfig
 from minirl.trainer import policy
-from minirl.trainer.policy import PolicyTrainer, ReferencePolicy, learning_rate, loss_options
+from minirl.trainer.policy import PolicyTrainer, ReferencePolicy, loss_options
+from minirl.trainer.update import learning_rate
 
 NO_CLIP = 1e9  # of the gradient, to compare gradients as they are
 
@@ -129,6 +130,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied(folder, world):
     before = [p.detach().clone() for p in trainer.model.parameters()]
     metrics = trainer.update(batch)
     assert (metrics["actor/num_skipped_updates"], metrics["actor/num_updates"]) == (1, 1)
+    assert trainer.bad_sequences == [0]
     assert math.isfinite(metrics["actor/grad_norm"])
     after = list(trainer.model.parameters())
     assert all(p.isfinite().all() for p in after)
@@ -183,15 +185,7 @@ def test_score_is_the_log_probability_of_each_token(folder, world):
     batch = make_batch().select([0])
     batch.response_mask = (batch.positions > 0).float()
     expected = trainer.compute_logprobs(batch)
-    torch.testing.assert_close(trainer.score(batch.tokens.tolist()), expected)
-
-
-def test_mismatch_metrics(folder, world):
-    batch = make_batch()
-    batch.old_logprobs = batch.rollout_logprobs + math.log(2) * batch.response_mask
-    metrics = policy.mismatch_metrics(batch)
-    assert metrics["rollout_corr/kl"] == pytest.approx(-math.log(2), rel=1e-5)
-    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(math.exp(-1), rel=1e-5)
+    torch.testing.assert_close(torch.tensor(trainer.score(batch.tokens.tolist())), expected)
 
 
 def test_learning_rate():
@@ -232,3 +226,71 @@ def test_loss_options_come_from_actor_keys_and_options(folder):
 def test_a_wrong_loss_is_refused_before_the_model_is_loaded(folder, loss, message):
     with pytest.raises(ConfigError, match=message):
         policy.check_config(make_config(folder, policy_loss=loss))
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_tokens_are_chosen_over_the_mini_batch_whatever_the_cut(folder, world, name):
+    options = {"clip_cov": {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.01, "clip_cov_ub": 99.0}}
+    options["kl_cov"] = {"kl_cov_ratio": 0.1}
+    loss = PolicyLossConfig(loss_mode=name, options=options[name])
+    results = []
+    for max_tokens in (1, 10_000):
+        config = make_config(
+            folder, max_tokens_per_micro_batch=max_tokens, policy_loss=loss, ppo_epochs=2
+        )
+        trainer = PolicyTrainer(config, world)
+        steps = captured_gradients(trainer)
+        batch = prepared(trainer)
+        batch.old_logprobs = trainer.compute_logprobs(batch)
+        results.append((steps, trainer.update(batch)))
+    assert results[0][1] == pytest.approx(results[1][1], rel=1e-4, abs=1e-6)
+    share = {"clip_cov": "actor/pg_clipfrac", "kl_cov": "actor/kl_cov_frac"}[name]
+    assert results[0][1][share] == pytest.approx(0.1, abs=0.02)
+    for mine, theirs in zip(results[0][0], results[1][0], strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
+
+
+def test_the_choice_is_the_trainers(folder):
+    loss = PolicyLossConfig(loss_mode="clip_cov", options={"seed": 3})
+    with pytest.raises(ConfigError, match=r"options\.seed comes from trainer\.seed"):
+        policy.check_config(make_config(folder, policy_loss=loss))
+
+
+def test_epochs_keep_the_old_log_probabilities(folder, world):
+    """Two epochs of two mini-batches: four steps, and from the second on the ratio is not 1."""
+    config = make_config(folder, ppo_epochs=2, optim=OptimConfig(lr=1e-3))
+    trainer = PolicyTrainer(config, world)
+    batch = make_batch()
+    batch.old_logprobs = trainer.compute_logprobs(batch)
+    old = batch.old_logprobs.clone()
+    metrics = trainer.update(batch)
+    assert metrics["actor/num_updates"] == 4 and metrics["actor/ppo_kl"] != 0
+    assert torch.equal(batch.old_logprobs, old)
+    once = PolicyTrainer(make_config(folder, optim=OptimConfig(lr=1e-3)), world)
+    for _ in range(2):
+        once.update(batch)
+    assert all(map(torch.equal, once.model.parameters(), trainer.model.parameters()))
+
+
+def test_an_entropy_bonus_raises_the_entropy(folder, world):
+    config = make_config(folder, entropy_coeff=1.0, optim=OptimConfig(lr=1e-3))
+    trainer = PolicyTrainer(config, world)
+    batch = prepared(trainer)
+    batch.advantages = torch.zeros_like(batch.advantages)
+    entropies = [trainer.update(batch)["actor/entropy"] for _ in range(4)]
+    assert entropies == sorted(entropies) and entropies[-1] > entropies[0] + 0.01
+
+
+def test_importance_weights_scale_the_gradient(folder, world):
+    gradients = []
+    for weight in (None, 0.5):
+        config = make_config(folder, ppo_mini_batch_size=4, grad_clip=NO_CLIP)
+        trainer = PolicyTrainer(config, world)
+        steps = captured_gradients(trainer)
+        batch = prepared(trainer)
+        batch.rollout_is_weights = None if weight is None else weight * batch.response_mask
+        trainer.update(batch)
+        gradients.append(steps[0])
+    for whole, half in zip(*gradients, strict=True):
+        torch.testing.assert_close(0.5 * whole, half, atol=1e-7, rtol=1e-4)

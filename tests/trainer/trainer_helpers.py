@@ -51,7 +51,7 @@ def make_config(model: Path, **actor: Any) -> Config:
         data=DataConfig(train_batch_size=4, max_prompt_length=32),
         model=ModelConfig(path=str(model)),
         actor=ActorConfig(**settings),
-        rollout=RolloutConfig(n=3, response_length=64),
+        rollout=RolloutConfig(n=3, response_length=64, sync_check=None),
         trainer=TrainerConfig(device="cpu", collective_timeout_s=60),
     )
 
