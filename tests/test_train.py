@@ -225,7 +225,7 @@ def test_two_ranks_with_an_engine_each_then_ctrl_c(project: Path, undisturbed: T
         assert ours[1][name] == pytest.approx(theirs[1][name], rel=1e-4, abs=1e-6)
 
 
-def test_one_engine_over_two_ranks_and_an_exception_on_rank_1(project: Path) -> None:
+def test_one_engine_over_two_ranks_then_a_killed_engine(project: Path) -> None:
     training = Training(
         project, "tensor_parallel", "rollout.tensor_parallel_size=2",
         "trainer.total_training_steps=1000", ranks=2,
