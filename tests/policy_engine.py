@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from minirl.rollout.server import AsyncServerBase, ServerStats
-from minirl.rollout.weight_transfer import _open_shared, _view
+from minirl.rollout.weight_buffer import open_shared, view_tensors
 from minirl.types import TokenOutput
 
 
@@ -63,14 +63,14 @@ class PolicyServer(AsyncServerBase):
     async def wake_up(self, tags: list[str] | None = None) -> None: ...
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        self.flat = _open_shared(init_info["path"], init_info["num_bytes"])
+        self.flat = open_shared(init_info["path"], init_info["num_bytes"])
 
     async def start_weight_update(self) -> None: ...
 
     async def update_weights(self, update_info: dict[str, Any]) -> None:
         parameters = dict(self.model.named_parameters())
-        for name, dtype, shape, offset in zip(*update_info.values(), strict=True):
-            parameters[name].data.copy_(_view(self.flat, offset, getattr(torch, dtype), shape))
+        for name, tensor in view_tensors(self.flat, update_info):
+            parameters[name].data.copy_(tensor)
 
     async def finish_weight_update(self, version: int) -> None:
         self.version = version

@@ -183,10 +183,11 @@ def kill_engine(training: Training, processes: list[psutil.Process]) -> None:
     engine.kill()
 
 
-def test_sigterm_ends_cleanly_and_the_run_resumes_where_it_was(
+def test_a_run_resumes_where_sigterm_ended_it_and_killed_it_leaves_no_engine(
     project: Path, undisturbed: Training
 ) -> None:
     options = ("trainer.save_freq=1", "ref={}", "actor.use_kl_loss=true")
+    options += ("trainer.total_training_steps=1000",)
     training = Training(project, "resumed", *options)
     processes = training.wait_for_step(2)
     training.process.terminate()
@@ -195,12 +196,13 @@ def test_sigterm_ends_cleanly_and_the_run_resumes_where_it_was(
     assert training.process.returncode == 128 + signal.SIGTERM
 
     again = Training(project, "resumed", *options)
-    printed = again.output()
-    assert again.process.returncode == 0 and "resumed from step" in printed, printed
+    processes = again.wait_for_step(4)
+    again.process.kill()
+    assert not psutil.wait_procs(processes, END_S)[1]
+    assert "resumed from step" in again.output()
     compared = ("actor/grad_norm", "actor/pg_loss", "critic/score/mean", "response_length/mean")
-    for ours, theirs in zip(
-        read_metrics(again.run_dir), read_metrics(undisturbed.run_dir), strict=True
-    ):
+    expected = read_metrics(undisturbed.run_dir)
+    for ours, theirs in zip(read_metrics(again.run_dir), expected, strict=False):
         assert ours["step"] == theirs["step"]
         for name in compared:
             assert ours.get(name) == pytest.approx(theirs.get(name), abs=1e-4), (ours["step"], name)
@@ -238,18 +240,10 @@ def test_one_engine_over_two_ranks_then_a_killed_engine(project: Path) -> None:
     assert len(reasons(printed)) == 1 and "vLLM engine died" in reasons(printed)[0]
 
 
-def test_a_killed_run_leaves_no_engine(project: Path) -> None:
-    training = Training(project, "killed", "trainer.total_training_steps=1000")
-    processes = training.wait_for_step(1)
-    training.process.kill()
-    assert not psutil.wait_procs(processes, END_S)[1]
-
-
 def test_an_exception_on_rank_1_ends_every_rank(project: Path) -> None:
     training = Training(
-        project, "failing", "actor.policy_loss.loss_mode=planted:fails_on_rank_1",
-        "rollout.tensor_parallel_size=2", ranks=2,
-    )  # fmt: skip
+        project, "failing", "actor.policy_loss.loss_mode=planted:fails_on_rank_1", ranks=2
+    )
     processes = training.wait_for_step(0)
     printed = training.output()
     assert reasons(printed) == ["minirl: rank 1: FloatingPointError: planted on rank 1"]

@@ -21,7 +21,8 @@ from minirl.rollout.server import (
 )
 from minirl.types import TokenOutput
 
-SHUTDOWN_S = 3.0  # for the engine to end by itself; then it is killed
+SHUTDOWN_S = 1.0
+"""For the engine to close what it holds; then it is killed, while Python would free its modules."""
 SUPPORTED = ((0, 25), (0, 32))  # oldest and newest minor release of vLLM
 
 
@@ -74,7 +75,11 @@ class VLLMServer(AsyncServerBase):
     def _start(self) -> None:
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         _log_to_file("vllm", self.log_file)
-        with _environment(self._child_environment()), _children_print_to(self.log_file):
+        with (
+            _environment(self._child_environment()),
+            _children_print_to(self.log_file),
+            _main_module_stays_here(),
+        ):
             from vllm.config import WeightTransferConfig
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -130,6 +135,11 @@ class VLLMServer(AsyncServerBase):
             return shared | {
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": str(self.num_threads),
+                # Without it vLLM starts a worker process even where there is one only, to set its
+                # OMP_NUM_THREADS, which is set here: twice the time to start.
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                # else the sampler compiles C++ at the first token, which takes a compiler and 1.5 s
+                "TORCH_COMPILE_DISABLE": str(int(self.config.rollout.enforce_eager)),
             }
         # Devices are numbered among those that this process sees.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -262,6 +272,20 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _main_module_stays_here() -> Iterator[None]:
+    """Processes started inside do not import this program's main module, as multiprocessing would
+    have it: an engine needs nothing of it, and importing all of minirl takes seconds."""
+    main = sys.modules["__main__"]
+    kept = {name: vars(main)[name] for name in ("__spec__", "__file__") if name in vars(main)}
+    main.__spec__ = None
+    vars(main).pop("__file__", None)
+    try:
+        yield
+    finally:
+        vars(main).update(kept)
 
 
 def _log_to_file(name: str, path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from minirl.config import Config
 from minirl.distributed import Dist
 from minirl.rollout.server import AsyncServerBase
-from minirl.rollout.weight_transfer import WeightBuffer, cuda_handle
+from minirl.rollout.weight_buffer import WeightBuffer, cuda_handle
 
 Bucket = list[tuple[str, Tensor]]
 OnTrainer = Callable[..., Awaitable[Any]]

@@ -1,26 +1,19 @@
-"""How weights reach vLLM's workers: through shared memory on a CPU, CUDA IPC on a GPU.
+"""The receiving end of a weight sync, inside vLLM's workers.
 
-The trainer writes a bucket of full tensors into one flat buffer; every worker of the engine maps
-the same bytes and loads from them. The buffer is made once and used for every bucket of every sync.
-
-    trainer: WeightBuffer.write(bucket) ── description ──▶ worker: MinirlTransfer.receive_weights
-
-This module is imported in vLLM's worker processes too: there it registers the receiving class.
+The trainer writes a bucket of full tensors into a WeightBuffer; every worker maps the same bytes
+and loads from them. vLLM imports this module in its worker processes, where it registers the class.
 """
 
-import math
-import mmap
+import multiprocessing
 import os
 import select
 import signal
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -33,15 +26,11 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from minirl.rollout.weight_buffer import open_cuda, open_shared, view_tensors
+
 BACKEND = "minirl"
 LEADER_PID = "MINIRL_LEADER_PID"
 """Variable by which workers know the process that they belong to."""
-ALIGNMENT = 64  # bytes; a multiple of every dtype's size
-
-
-def aligned(num_bytes: int) -> int:
-    """`num_bytes`, rounded up so that the next tensor starts at a multiple of ALIGNMENT."""
-    return math.ceil(num_bytes / ALIGNMENT) * ALIGNMENT
 
 
 @dataclass
@@ -65,93 +54,6 @@ class MinirlUpdateInfo(WeightTransferUpdateInfo):
     offsets: list[int]
 
 
-class WeightBuffer:
-    """The trainer's end: a flat buffer that other processes can map.
-
-    On a CPU it is an anonymous file (memfd), which vanishes with its last user, however that ends.
-    """
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.num_bytes = num_bytes
-        self._fd: int | None = None
-        if device.type == "cpu":
-            self._fd = os.memfd_create("minirl-weights")
-            os.ftruncate(self._fd, num_bytes)
-            self.bytes = torch.frombuffer(mmap.mmap(self._fd, num_bytes), dtype=torch.uint8)
-        else:
-            self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-    @property
-    def path(self) -> str | None:
-        """Opens the same memory in another process of the same user."""
-        return None if self._fd is None else f"/proc/{os.getpid()}/fd/{self._fd}"
-
-    def write(self, bucket: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-        """Copy full tensors in; returns the fields of MinirlUpdateInfo."""
-        info = MinirlUpdateInfo([], [], [], [])
-        offset = 0
-        for name, tensor in bucket:
-            _view(self.bytes, offset, tensor.dtype, tensor.shape).copy_(tensor)
-            info.names.append(name)
-            info.dtypes.append(str(tensor.dtype).removeprefix("torch."))
-            info.shapes.append(list(tensor.shape))
-            info.offsets.append(offset)
-            offset = aligned(offset + tensor.numel() * tensor.element_size())
-        if self.bytes.is_cuda:
-            torch.cuda.synchronize(self.bytes.device)
-        return vars(info)
-
-    def close(self) -> None:
-        """Give the memory back; the workers have let go of it, or are gone."""
-        is_cuda = self.bytes.is_cuda
-        del self.bytes
-        if is_cuda:
-            torch.cuda.ipc_collect()  # also removes torch's reference counters from /dev/shm
-        if self._fd is not None:
-            os.close(self._fd)
-
-
-CUDA_HANDLE_FIELDS = (
-    "storage_device",
-    "storage_handle",
-    "storage_size_bytes",
-    "storage_offset_bytes",
-    "requires_grad",
-    "ref_counter_handle",
-    "ref_counter_offset",
-    "event_handle",
-    "event_sync_required",
-)
-
-
-def cuda_handle(tensor: Tensor) -> dict[str, Any]:
-    """A CUDA tensor's IPC handle as plain numbers and bytes (no pickle)."""
-    arguments = reduce_tensor(tensor)[1]  # cls, size, stride, offset, storage cls, dtype, *fields
-    return dict(zip(CUDA_HANDLE_FIELDS, arguments[6:], strict=True))
-
-
-def _open_cuda(handle: dict[str, Any], num_bytes: int, device: torch.device) -> Tensor:
-    values = [handle[name] for name in CUDA_HANDLE_FIELDS]
-    values[0] = device.index or 0  # the same device may have another number in this process
-    return rebuild_cuda_tensor(
-        Tensor, (num_bytes,), (1,), 0, torch.UntypedStorage, torch.uint8, *values
-    )
-
-
-def _open_shared(path: str, num_bytes: int) -> Tensor:
-    fd = os.open(path, os.O_RDWR)
-    try:
-        return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
-    finally:
-        os.close(fd)
-
-
-def _view(flat: Tensor, offset: int, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
-    shape = list(shape)
-    size = math.prod(shape) * dtype.itemsize
-    return flat[offset : offset + size].view(dtype).view(shape)
-
-
 class MinirlTransfer(WeightTransferEngine[MinirlInitInfo, MinirlUpdateInfo]):
     """The worker's end, for CUDA IPC and for shared memory."""
 
@@ -161,10 +63,10 @@ class MinirlTransfer(WeightTransferEngine[MinirlInitInfo, MinirlUpdateInfo]):
     def init_transfer_engine(self, init_info: MinirlInitInfo) -> None:
         """Map the trainer's buffer."""
         if init_info.path is not None:
-            self.flat = _open_shared(init_info.path, init_info.num_bytes)
+            self.flat = open_shared(init_info.path, init_info.num_bytes)
         else:
             handle = init_info.ipc_handles[self.parallel_config.rank]
-            self.flat = _open_cuda(handle, init_info.num_bytes, self.device)
+            self.flat = open_cuda(handle, init_info.num_bytes, self.device)
 
     def start_weight_update(self) -> None:
         """Loading repacks weights: vLLM keeps the originals' storage and copies into it."""
@@ -176,10 +78,8 @@ class MinirlTransfer(WeightTransferEngine[MinirlInitInfo, MinirlUpdateInfo]):
         vLLM keeps a tensor until all parts of its module (q, k and v of one projection) have come;
         buckets therefore hold whole decoder layers, and little is kept beyond this call.
         """
-        dtypes = [getattr(torch, name) for name in update_info.dtypes]
-        parts = zip(update_info.names, update_info.offsets, dtypes, update_info.shapes, strict=True)
         load: Any = self.model.load_weights  # every vLLM model has it, nn.Module does not
-        load([(name, _view(self.flat, at, dtype, shape)) for name, at, dtype, shape in parts])
+        load(view_tensors(self.flat, vars(update_info)))
         self._copy_what_waits()
 
     def _copy_what_waits(self) -> None:
@@ -225,11 +125,15 @@ class WorkerExtension:
 
 
 def _end_with(leader_pid: int) -> None:
-    """End the engine core, and with it this worker, when the leader is gone, however it ended.
+    """End the engine core, and with it its workers, when the leader is gone, however it ended.
 
     vLLM's workers end with their engine core, but the core does not notice that the process which
-    started it was killed, and would keep the devices' memory for ever.
+    started it was killed, and would keep the devices' memory for ever. The only worker of an engine
+    may be in the core's own process.
     """
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    core = os.getpid() if parent.pid == leader_pid else parent.pid
 
     def wait() -> None:
         try:
@@ -238,7 +142,7 @@ def _end_with(leader_pid: int) -> None:
             pass  # gone already
         else:
             select.select([leader], [], [])
-        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(core, signal.SIGKILL)
 
     threading.Thread(target=wait, name="end with leader", daemon=True).start()
 

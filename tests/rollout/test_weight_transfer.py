@@ -9,14 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minirl.rollout.weight_transfer import (
-    ALIGNMENT,
-    MinirlInitInfo,
-    MinirlTransfer,
-    MinirlUpdateInfo,
-    WeightBuffer,
-    aligned,
-)
+from minirl.rollout.weight_buffer import ALIGNMENT, WeightBuffer, aligned
+from minirl.rollout.weight_transfer import MinirlInitInfo, MinirlTransfer, MinirlUpdateInfo
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
