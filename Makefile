@@ -1,4 +1,4 @@
-# make setup | test | demo | check        (PYTHON=python3.12 picks another interpreter)
+# make setup | test | demo | selftest | check        (PYTHON=python3.12 picks another interpreter)
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 BUILD := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip
 
-.PHONY: setup test demo check clean
+.PHONY: setup test demo selftest check clean
 
 setup: $(VENV)/.ready-$(BUILD)
 
@@ -27,6 +27,9 @@ test: setup
 
 demo: setup
 	$(BIN)/python -m examples.calculator.demo
+
+selftest: setup
+	$(BIN)/python -m minirl.selftest
 
 check: setup
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from minirl.config import Config
 from minirl.launch import run_command
+from minirl.rewards import reward_number
 from minirl.run import Run, open_run
 from minirl.tracking import TrajectoryWriter
 from minirl.types import Trajectory
@@ -31,7 +32,13 @@ async def validate(run: Run, step: int) -> tuple[dict[str, float], list[Trajecto
     prompts = [{**row, "uid": f"val-{i}"} for i, row in enumerate(run.inputs.val_rows)]
     trajectories = await run.manager.generate_sequences(prompts, step=step, validate=True)
     results = [
-        ValResult(data_source=t.data_source, uid=t.uid, score=t.reward or 0.0, answer=t.answer)
+        ValResult(
+            data_source=t.data_source,
+            uid=t.uid,
+            score=t.reward or 0.0,
+            acc=reward_number(t, "acc") if "acc" in t.reward_breakdown else None,
+            answer=t.answer,
+        )
         for t in trajectories
     ]
     return validation_metrics(results), trajectories

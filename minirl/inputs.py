@@ -15,6 +15,7 @@ from minirl.config import Config, ConfigError, ModelConfig, require
 from minirl.data import Row, filter_overlong, load_rows
 from minirl.rewards import SCORERS, RewardManager, load_reward_manager
 from minirl.rollout.server import SERVERS
+from minirl.rollout.transformers_server import check_transformers
 from minirl.rollout.vllm_server import check_vllm
 from minirl.tools import BaseTool, load_tools
 from minirl.tracking import check_trackers
@@ -80,6 +81,8 @@ def _check_names(config: Config) -> None:
     _named("rollout.name", SERVERS.find, config.rollout.name)
     if config.rollout.name == "vllm":
         check_vllm()
+    if config.rollout.name == "transformers":
+        check_transformers(config.rollout)
     _named("rollout.multi_turn.format", TOOL_PARSERS.find, config.rollout.multi_turn.format)
     check_trackers(config.trainer.logger)
 

@@ -63,6 +63,8 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
         after_engine = await stack.enter_async_context(AsyncExitStack())
         async with asyncio.TaskGroup() as starting:
             loading = starting.create_task(on_trainer(_load, config, world, total_steps, training))
+            if SERVERS.find(config.rollout.name).in_process:
+                await loading
             if world.device.type == "cuda":
                 # vLLM measures free memory while it starts: nobody else may take any.
                 await loading

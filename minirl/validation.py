@@ -15,6 +15,8 @@ class ValResult:
     uid: str
     """Of the prompt: its answers share it."""
     score: float
+    acc: float | None = None
+    """1 if the answer is right, 0 if not, as the reward function says; None = by the score."""
     answer: str | None = None
     """What the answer says, extracted (`"72"`), for the vote; None = it says nothing usable."""
 
@@ -30,7 +32,7 @@ def validation_metrics(
     | name | value |
     |---|---|
     | `val-core/<data_source>/reward/mean@n` | mean score |
-    | `val-core/<data_source>/acc/mean@n` | share of answers with score >= `success_score` |
+    | `val-core/<data_source>/acc/mean@n` | mean of `acc`, or share of scores >= `success_score` |
     | `val-core/<data_source>/acc/pass@k` | chance that one of k answers succeeds: `pass_at_k` |
     | `val-core/<data_source>/acc/maj@n` | success of `majority`; if answers are given and n > 1 |
     | `val-aux/<data_source>/reward/std@n` | standard deviation (ddof 0) within a prompt; if n > 1 |
@@ -91,7 +93,10 @@ def majority(answers: Sequence[str | None], values: Sequence[float]) -> float:
 def _core(
     prefix: str, groups: list[list[ValResult]], n: int, ks: Sequence[int], success_score: float
 ) -> dict[str, float]:
-    right = [[float(r.score >= success_score) for r in group] for group in groups]
+    right = [
+        [float(r.score >= success_score) if r.acc is None else r.acc for r in group]
+        for group in groups
+    ]
     metrics = {
         f"{prefix}/reward/mean@{n}": fmean(r.score for group in groups for r in group),
         f"{prefix}/acc/mean@{n}": fmean(map(fmean, right)),

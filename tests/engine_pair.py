@@ -14,8 +14,7 @@ from minirl.config import Config, load_config
 from minirl.distributed import distributed
 from minirl.launch import TrainerThread
 from minirl.rollout.client import AsyncLLMServerManager
-from minirl.rollout.server import ServerClient, ServerService
-from minirl.rollout.vllm_server import VLLMServer
+from minirl.rollout.server import SERVERS, AsyncServerBase, ServerClient, ServerService
 from minirl.rollout.weight_sync import Bucket, WeightSync
 from minirl.trainer import packing
 from minirl.trainer.policy import PolicyTrainer
@@ -27,7 +26,7 @@ class Pair:
     """An engine and a trainer of the same model."""
 
     config: Config
-    server: VLLMServer
+    server: AsyncServerBase
     client: ServerClient
     policy: PolicyTrainer
     sync: WeightSync
@@ -93,7 +92,7 @@ async def open_pair(folder: Path, model: Path, *settings: str) -> AsyncIterator[
         # First, since vLLM takes the memory that others allocate while it profiles for its own.
         policy = await on_trainer(PolicyTrainer, config, world)
         server = await stack.enter_async_context(
-            VLLMServer(
+            SERVERS.find(config.rollout.name)(
                 config,
                 log_file=folder / "engine.log",
                 device_ids=None if world.device.type == "cpu" else world.group_devices,

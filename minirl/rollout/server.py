@@ -12,7 +12,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 import zmq
@@ -58,6 +58,10 @@ class AsyncServerBase(ABC):
     An implementation raises EngineLostError when its engine is dead and RequestRefusedError when a
     request cannot be served as it is.
     """
+
+    in_process: ClassVar[bool] = False
+    """Whether it loads its model in this process. Then it starts after the trainer has loaded its
+    own: transformers cannot load two models at once."""
 
     def __init__(
         self,

@@ -279,13 +279,15 @@ def _main_module_stays_here() -> Iterator[None]:
     """Processes started inside do not import this program's main module, as multiprocessing would
     have it: an engine needs nothing of it, and importing all of minirl takes seconds."""
     main = sys.modules["__main__"]
-    kept = {name: vars(main)[name] for name in ("__spec__", "__file__") if name in vars(main)}
+    kept = {name: getattr(main, name) for name in ("__spec__", "__file__") if hasattr(main, name)}
     main.__spec__ = None
-    vars(main).pop("__file__", None)
+    if "__file__" in kept:
+        del main.__file__
     try:
         yield
     finally:
-        vars(main).update(kept)
+        for name, value in kept.items():
+            setattr(main, name, value)
 
 
 def _log_to_file(name: str, path: Path) -> None:
