@@ -10,8 +10,8 @@ import numpy as np
 from minirl.tracking import read_metrics
 
 REWARD = "critic/score/mean"
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Okabe & Ito's palette: told apart with any colour vision."""
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
+"""Okabe & Ito's palette, grey for its yellow: told apart with any colour vision."""
 DASHES = ("-", "--", "-.", ":")
 
 

@@ -33,9 +33,9 @@ def main() -> None:
     name = "demo" if arguments.seed == 0 else f"demo-{arguments.seed}"
     run_dir = Path("runs") / name
     if not (run_dir / "summary.json").exists():
-        prepare_seconds, data = _prepare(arguments.seed)
-        overrides = [f"trainer.experiment_name={name}", *data, *arguments.overrides]
-        summary = _train(run_dir, arguments.ranks, overrides)
+        prepare_seconds, data = prepare(arguments.seed)
+        settings = [f"trainer.experiment_name={name}", *data, *arguments.overrides]
+        summary = train(run_dir, [CONFIG, *settings], arguments.ranks)
         summary["prepare_seconds"] = round(prepare_seconds, 1)
         learning_curve(
             run_dir, run_dir / "learning_curve.png", title="Arithmetic with a calculator"
@@ -44,7 +44,7 @@ def main() -> None:
     _report(run_dir, json.loads((run_dir / "summary.json").read_text()))
 
 
-def _prepare(seed: int) -> tuple[float, list[str]]:
+def prepare(seed: int) -> tuple[float, list[str]]:
     """Make data and start policy; the seconds that took, and where they are as settings."""
     out = Path("build") / ("calculator" if seed == 0 else f"calculator-{seed}")
     started = time.monotonic()
@@ -60,10 +60,10 @@ def _prepare(seed: int) -> tuple[float, list[str]]:
     return time.monotonic() - started, [f"{key}={value}" for key, value in settings.items()]
 
 
-def _train(run_dir: Path, ranks: int, overrides: list[str]) -> dict[str, Any]:
-    """Run the training command; its figures. Seconds count from the command's start."""
+def train(run_dir: Path, arguments: list[str], ranks: int = 1) -> dict[str, Any]:
+    """Run `minirl.train` with `arguments`; its figures. Seconds count from the command's start."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    torchrun += [f"--nproc-per-node={ranks}", "-m", "minirl.train", CONFIG, *overrides]
+    torchrun += [f"--nproc-per-node={ranks}", "-m", "minirl.train", *arguments]
     started, first_step_seconds = time.monotonic(), None
     process = subprocess.Popen(torchrun)
     try:

@@ -12,33 +12,7 @@ or name it as `package.module:function`:
     @requires(needs=("values",))
     def mine(inputs: AdvantageInputs, *, gamma: float = 1.0): return advantages, returns
 
-Numbers are verl's for the same inputs, except:
-
-| where | minirl | verl |
-|---|---|---|
-| a group of one | advantage 0 | the raw reward; grpo_passk raises |
-| a trajectory without a sampled token | in no baseline | in its group's, with its reward |
-| equal rewards in a group | exactly 0 | rounding noise / 1e-6 |
-| advantages, returns at mask 0 | 0 | leftovers in gae and reinforce_plus_plus |
-| reinforce_plus_plus, observations | the reward-to-go is carried through | cut at the first one |
-| whiten, fewer than two tokens | 0 | an error |
-| optimal_token_baseline, the tail | after the second-longest's last token | after its token count |
-| optimal_token_baseline, IS weights | not used | may scale W |
-| gdpo | components must be given | falls back to the reward |
-| gspo, sapo with another loss_agg_mode | refused | taken as seq-mean-token-mean |
-| geo_mean | global mean over sequences with a token | mean over the micro-batch's rows |
-| clip_cov, kl_cov | chosen over the mini-batch, own seed | per micro-batch, global generator |
-| log-ratio in clip_cov, kl_cov, geo_mean | cut to +-20 | not cut |
-| actor/ppo_kl | the same for every loss | |x| in kl_cov, none in gpg |
-| actor/kl_cov_frac | share of penalised tokens | - |
-| seq-mean-token-sum-norm | wants a constant | defaults to the padded width |
-| seq-mean-token-mean | divides by the length | by the length + 1e-8 |
-| metrics | means over the tokens of the mini-batch | means of micro-batch means |
-| sequences without a sampled token | left out of rollout_corr/* | counted: perplexity 1 |
-| pg_clipfrac_lower where there is no such bound | not there | 0 |
-| rollout_is_max, _min by sequence | of the weights as applied | of the raw ones |
-| rollout_rs=binary_kl, the loss `up` | not there | there |
-| rloo_vectorized, grpo_vectorized | rloo, grpo | names of their own |
+Numbers are verl's for the same inputs; README.md in this folder has a table of what is not.
 """
 
 from minirl.algorithms.advantages import (
