@@ -314,7 +314,9 @@ class RolloutConfig:
     """The engines, and what they sample."""
 
     name: str = "vllm"
-    """The inference engine: a registered name or `package.module:Class`."""
+    """The inference engine: vllm, transformers, or `package.module:Class`."""
+    mode: str = "async"
+    """async; or, to compare with, sync (a barrier at every turn) or serial (one after another)."""
     n: int = 8
     """Trajectories per prompt: the group of GRPO."""
     temperature: float = 1.0

@@ -14,6 +14,7 @@ from minirl.checks import check_algorithms
 from minirl.config import Config, ConfigError, ModelConfig, require
 from minirl.data import Row, filter_overlong, load_rows
 from minirl.rewards import SCORERS, RewardManager, load_reward_manager
+from minirl.rollout.modes import MODES
 from minirl.rollout.server import SERVERS
 from minirl.rollout.transformers_server import check_transformers
 from minirl.rollout.vllm_server import check_vllm
@@ -83,6 +84,7 @@ def _check_names(config: Config) -> None:
         check_vllm()
     if config.rollout.name == "transformers":
         check_transformers(config.rollout)
+    _named("rollout.mode", MODES.find, config.rollout.mode)
     _named("rollout.multi_turn.format", TOOL_PARSERS.find, config.rollout.multi_turn.format)
     check_trackers(config.trainer.logger)
 

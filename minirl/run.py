@@ -19,6 +19,7 @@ from minirl.inputs import Inputs, read_inputs
 from minirl.launch import SOCKETS, TrainerThread
 from minirl.rollout.client import AsyncLLMServerManager
 from minirl.rollout.manager import AgentLoopManager
+from minirl.rollout.modes import MODES
 from minirl.rollout.server import SERVERS, AsyncServerBase, ServerClient, ServerService
 from minirl.rollout.weight_sync import WeightSync
 from minirl.rollout.worker import AgentLoopWorker
@@ -142,8 +143,9 @@ async def _connect(
         max_sticky_sessions=agent.max_sticky_sessions,
         sticky_imbalance=agent.sticky_imbalance,
     )
+    pace = MODES.find(config.rollout.mode)(router)
     context = AgentLoopContext(
-        server=router,
+        server=pace,
         tokenizer=inputs.tokenizer,
         chat=inputs.chat,
         tools=inputs.tools,
@@ -151,7 +153,7 @@ async def _connect(
         agent_loops=inputs.agent_loops,
     )
     worker = AgentLoopWorker(config.rollout, context, inputs.reward_manager)
-    return AgentLoopManager(config, worker, router, clients)
+    return AgentLoopManager(config, worker, router, clients, pace)
 
 
 @asynccontextmanager

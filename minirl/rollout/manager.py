@@ -14,6 +14,7 @@ from minirl.agent_loop import derive_seed
 from minirl.config import Config, RolloutConfig, SamplingConfig
 from minirl.rewards import reward_number
 from minirl.rollout.client import AsyncLLMServerManager, RoutingStats
+from minirl.rollout.modes import Pace
 from minirl.rollout.server import ServerClient
 from minirl.rollout.worker import AgentLoopWorker, SampleRequest
 from minirl.types import GREEDY, Group, Trajectory
@@ -34,9 +35,11 @@ class AgentLoopManager:
         worker: AgentLoopWorker,
         router: AsyncLLMServerManager,
         servers: Sequence[ServerClient],
+        pace: Pace,
     ) -> None:
         self._config = config
         self._worker = worker
+        self._pace = pace
         self._router = router
         self._servers = servers
         self.metrics: dict[str, float] = {}
@@ -61,11 +64,12 @@ class AgentLoopManager:
         """
         self._router.stats = RoutingStats()
         busy_before = [(await server.stats()).busy_s for server in self._servers]
+        requests = self._requests(prompts, step, validate, greedy)
+        self._pace.begin(len(requests))
         started = time.perf_counter()
         async with _loop_lag() as lag, asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(self._worker.run(request))
-                for request in self._requests(prompts, step, validate, greedy)
+                tasks.create_task(self._pace.run(self._worker.run(request))) for request in requests
             ]
         seconds = time.perf_counter() - started
         trajectories = [trajectory for task in running for trajectory in task.result()]

@@ -15,6 +15,7 @@ from minirl.agent_loop import AgentLoopBase, register
 from minirl.rewards import load_reward_manager
 from minirl.rollout.client import AsyncLLMServerManager
 from minirl.rollout.manager import AgentLoopManager, TooManyFailuresError, groups_for_training
+from minirl.rollout.modes import MODES
 from minirl.rollout.server import EngineLostError, ServerClient
 from minirl.rollout.worker import AgentLoopWorker
 from minirl.testing import ScriptedServer, byte_tokenizer, make_context
@@ -58,12 +59,12 @@ class Opener:
         async with serving(engine, self.folder / f"s{next(self.numbers)}") as client:
             router = AsyncLLMServerManager([client], max_sticky_sessions=9999, sticky_imbalance=4)
             context = make_context(engine.script, tools=tools, overrides=[*SETTINGS, *overrides])
-            context.server = router
             config = context.config
+            context.server = pace = MODES.find(config.rollout.mode)(router)
             worker = AgentLoopWorker(
                 config.rollout, context, load_reward_manager(config.reward, response_length=99)
             )
-            manager = AgentLoopManager(config, worker, router, [client])
+            manager = AgentLoopManager(config, worker, router, [client], pace)
             yield Rollout(manager, engine, client)
 
 
@@ -426,3 +427,98 @@ async def test_what_a_rollout_measures(open_rollout: Opener) -> None:
     assert first["rollout/prefix_cache_hit_rate"] == first["rollout/num_moves"] == 0
     assert first["rollout/loop_lag_max_s"] >= 0
     assert rollout.engine.calls == [("sleep", 2)]
+
+
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
+
+
+class Diary:
+    """What began and ended, in order: generating (g) and the calculator (t)."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    async def reply(self, request_id: str, turn: int, prompt_ids: list[int]) -> str:
+        """As many calls as the number of the question says, then the answer."""
+        self.lines.append(f"g{turn} begins")
+        number = int(question(prompt_ids))
+        await asyncio.sleep(0.001 * (number + 1))
+        self.lines.append(f"g{turn} ends")
+        return CALL if turn < number else f"#### {number}"
+
+    def tool(self) -> BaseTool:
+        lines = self.lines
+
+        class Calculator(CalculatorTool):
+            async def execute(self, *args: Any, **kwargs: Any) -> Any:
+                lines.append("t begins")
+                await asyncio.sleep(0.002)
+                lines.append("t ends")
+                return await super().execute(*args, **kwargs)
+
+        return Calculator({})
+
+
+async def run_mode(open_rollout: Opener, mode: str) -> tuple[list[str], list[str]]:
+    diary = Diary()
+    async with open_rollout(diary.reply, f"rollout.mode={mode}", tools=[diary.tool()]) as rollout:
+        rows = prompts(4, agent_name="tool_agent")
+        trajectories = await rollout.manager.generate_sequences(rows, step=1)
+    assert [t.reward for t in trajectories] == [1, 1, 1, 1]
+    return diary.lines, [text(t) for t in trajectories]
+
+
+async def test_every_mode_gives_the_same_trajectories(open_rollout: Opener) -> None:
+    (_, first), *others = [await run_mode(open_rollout, mode) for mode in MODES]
+    assert [texts for _, texts in others] == [first] * (len(list(MODES)) - 1)
+
+
+async def test_sync_has_a_barrier_before_and_after_every_turn(open_rollout: Opener) -> None:
+    lines, _ = await run_mode(open_rollout, "sync")
+    expected: list[str] = []
+    for turn, running in enumerate([4, 3, 2, 1]):  # one conversation ends with each turn
+        expected += [f"g{turn} begins"] * running + [f"g{turn} ends"] * running
+        expected += ["t begins"] * (running - 1) + ["t ends"] * (running - 1)
+    assert lines == expected
+
+
+async def test_serial_runs_one_conversation_after_another(open_rollout: Opener) -> None:
+    lines, _ = await run_mode(open_rollout, "serial")
+    expected = []
+    for number in range(4):
+        for turn in range(number + 1):
+            expected += [f"g{turn} begins", f"g{turn} ends"]
+            expected += ["t begins", "t ends"] if turn < number else []
+    assert lines == expected
+
+
+async def test_async_waits_for_nobody(open_rollout: Opener) -> None:
+    lines, _ = await run_mode(open_rollout, "async")
+    assert lines.index("t begins") < lines.index("g0 ends", lines.index("g0 ends") + 2)
+
+
+@pytest.mark.parametrize("mode", ["sync", "serial"])
+async def test_a_failing_or_hanging_conversation_holds_nobody_up(
+    open_rollout: Opener, mode: str
+) -> None:
+    settings = f"rollout.mode={mode}", "rollout.trajectory_timeout_s=0.3"
+    async with open_rollout(right, *settings) as rollout:
+        rows = prompts(4)
+        rows[1]["agent_name"], rows[2]["agent_name"] = "hangs_between_turns", "raises_at_once"
+        trajectories = await rollout.manager.generate_sequences(rows, step=1)
+    assert [t.termination for t in trajectories] == ["stop", "timeout", "error", "stop"]
+
+
+@register("hangs_between_turns")
+class HangsBetweenTurns(AgentLoopBase):
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
+        trajectory = await self.start(row["raw_prompt"])
+        await self.generate(trajectory, sampling_params)
+        await asyncio.sleep(3600)
+        return trajectory
+
+
+@register("raises_at_once")
+class RaisesAtOnce(AgentLoopBase):
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
+        raise LookupError("at once")
