@@ -359,6 +359,10 @@ class RolloutConfig:
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
     trajectory_timeout_s: float | None = None
     """Seconds that one trajectory may take."""
+    stall_warning_s: float = 60.0
+    """Waits longer than this are told: which conversations, for what, since when."""
+    engine_timeout_s: float = 300.0
+    """An engine that has requests and makes no step for so many seconds counts as dead."""
     on_failure: Literal["retry", "mask", "drop_group", "raise"] = "mask"
     """What an exception in an agent loop, a tool or a reward does to its trajectory."""
     max_retries: int = 2
@@ -376,7 +380,7 @@ class RolloutConfig:
         _positive("rollout", self, "n", "temperature", "response_length", "max_model_len")
         _positive("rollout", self, "tensor_parallel_size", "max_num_seqs", "cpu_kv_cache_gb")
         _positive("rollout", self, "update_weights_bucket_megabytes", "trajectory_timeout_s")
-        _positive("rollout", self, "max_num_batched_tokens")
+        _positive("rollout", self, "max_num_batched_tokens", "stall_warning_s", "engine_timeout_s")
         require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "0 < top_p <= 1")
         require(self.top_k == -1 or self.top_k > 0, "rollout.top_k", self.top_k, "> 0, or -1")
         require(0 <= self.min_p < 1, "rollout.min_p", self.min_p, "0 <= min_p < 1")

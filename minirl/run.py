@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import os
+import sys
+import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -20,13 +22,32 @@ from minirl.launch import SOCKETS, TrainerThread
 from minirl.rollout.client import AsyncLLMServerManager
 from minirl.rollout.manager import AgentLoopManager
 from minirl.rollout.modes import MODES
-from minirl.rollout.server import SERVERS, AsyncServerBase, ServerClient, ServerService
+from minirl.rollout.server import (
+    SERVERS,
+    AsyncServerBase,
+    EngineLostError,
+    ServerClient,
+    ServerService,
+)
 from minirl.rollout.weight_sync import WeightSync
 from minirl.rollout.worker import AgentLoopWorker
 from minirl.trainer.critic import CriticTrainer
 from minirl.trainer.policy import PolicyTrainer, ReferencePolicy
 
 HEALTH_INTERVAL_S = 1.0
+
+
+class StderrWarnings(logging.Handler):
+    """Prints warnings, one line or more each, to what stderr is at the time (a live display has its
+    own); errors end the run, whose reason is printed anyway."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print it."""
+        if record.levelno == logging.WARNING:
+            print(f"warning: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+WARNINGS = StderrWarnings()
 
 
 @dataclass(kw_only=True)
@@ -74,7 +95,8 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
         policy, reference, critic = loading.result()
         if server:
             service = ServerService(server, addresses[world.group])
-            await stack.enter_async_context(_background(service.serve(), _watch(server)))
+            watching = _watch(server, config.rollout.engine_timeout_s)
+            await stack.enter_async_context(_background(service.serve(), watching))
         sync = WeightSync(config, world, server, on_trainer, policy.vocab_size)
         after_engine.push_async_callback(sync.close)  # the workers hold its buffer until they end
         manager = await _connect(config, inputs, addresses, stack) if inputs else None
@@ -166,21 +188,34 @@ async def _background(*parts: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
             task.cancel()
 
 
-async def _watch(server: AsyncServerBase) -> None:
-    """An engine that dies while nobody asks it anything ends the run all the same."""
+async def _watch(server: AsyncServerBase, timeout_s: float) -> None:
+    """An engine that dies while nobody asks it anything, or stands still with requests in it, ends
+    the run all the same."""
+    seen, since = (0, 0, 0), time.monotonic()
     while True:
         await server.check_health()
+        stats = await server.stats()
+        progress = stats.num_steps, stats.num_requests, stats.num_running
+        if progress != seen or not stats.num_running:
+            seen, since = progress, time.monotonic()
+        elif time.monotonic() - since > timeout_s:
+            raise EngineLostError(
+                f"the engine has made no step for {timeout_s:g} s (rollout.engine_timeout_s), with "
+                f"{stats.num_running} requests in it; see {server.log_file}"
+            )
         await asyncio.sleep(HEALTH_INTERVAL_S)
 
 
 @contextmanager
 def _logging(path: Path) -> Iterator[None]:
-    """Send this rank's log records to its file, and the traceback of what ends the run."""
+    """Send this rank's log records to its file, warnings to stderr too; the file also gets the
+    traceback of what ends the run."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     log = logging.getLogger("minirl")
     log.addHandler(handler)
+    log.addHandler(WARNINGS)
     log.setLevel(logging.INFO)
     try:
         yield
@@ -188,5 +223,6 @@ def _logging(path: Path) -> Iterator[None]:
         log.exception("the run ended early")
         raise
     finally:
+        log.removeHandler(WARNINGS)
         log.removeHandler(handler)
         handler.close()

@@ -8,10 +8,10 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "minirl"
 LAYERS = [
     {"train", "evaluate", "view", "steps", "run", "launch"}
-    | {"inputs", "checks", "credit", "curriculum", "records"},
+    | {"inputs", "checks", "credit", "curriculum", "records", "selftest"},
     {"rollout", "trainer", "testing"},
     {"agent_loop", "tools", "rewards", "algorithms", "data", "chat", "chat_certify", "hints"},
-    {"types", "config", "registry", "metrics", "tracking", "distributed"}
+    {"types", "config", "registry", "metrics", "tracking", "distributed", "waits"}
     | {"display", "plots", "validation"},
 ]
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}

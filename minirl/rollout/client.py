@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from minirl.rollout.server import EngineLostError
 from minirl.types import TokenOutput
+from minirl.waits import WAITS
 
 
 class Generator(Protocol):
@@ -66,9 +67,10 @@ class AsyncLLMServerManager:
         index = self._route(request_id, tokens)
         self._load[index] += tokens
         try:
-            output = await self._servers[index].generate(
-                prompt_ids, sampling_params, f"{request_id}#{next(self._ids)}"
-            )
+            with WAITS.on(f"generation on engine {index}"):
+                output = await self._servers[index].generate(
+                    prompt_ids, sampling_params, f"{request_id}#{next(self._ids)}"
+                )
         except EngineLostError:
             self._servers.pop(index, None)
             raise

@@ -18,6 +18,7 @@ from minirl.rollout.modes import Pace
 from minirl.rollout.server import ServerClient
 from minirl.rollout.worker import AgentLoopWorker, SampleRequest
 from minirl.types import GREEDY, Group, Trajectory
+from minirl.waits import WAITS
 
 LAG_INTERVAL_S = 0.05
 
@@ -67,7 +68,8 @@ class AgentLoopManager:
         requests = self._requests(prompts, step, validate, greedy)
         self._pace.begin(len(requests))
         started = time.perf_counter()
-        async with _loop_lag() as lag, asyncio.TaskGroup() as tasks:
+        explained = WAITS.explained(self._config.rollout.stall_warning_s)
+        async with explained, _loop_lag() as lag, asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(self._pace.run(self._worker.run(request))) for request in requests
             ]

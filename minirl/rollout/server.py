@@ -39,6 +39,9 @@ class ServerStats(msgspec.Struct, kw_only=True):
 
     weight_version: int = 0
     num_requests: int = 0
+    """That have ended."""
+    num_steps: int = 0
+    """Of the engine, each of which gives running requests a token: what shows that it goes on."""
     num_running: int = 0
     num_waiting: int = 0
     prompt_tokens: int = 0

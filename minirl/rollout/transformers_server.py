@@ -314,6 +314,7 @@ class TransformersServer(AsyncServerBase):
                     await self._arrived.wait()
                 joining = self._take()
                 ended = await loop.run_in_executor(self._thread, self._batch.step, joining)
+                self._stats.num_steps += 1
                 for request in ended:
                     if not request.done.done():
                         request.done.set_result(request.finish_reason or "abort")

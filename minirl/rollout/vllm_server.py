@@ -91,7 +91,23 @@ class VLLMServer(AsyncServerBase):
                 weight_transfer_config=WeightTransferConfig(backend=weight_transfer.BACKEND),
                 worker_extension_cls=f"{weight_transfer.__name__}.WorkerExtension",
             )
-            self._engine = AsyncLLM.from_engine_args(arguments)
+            self._engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[self._step_counter()])
+
+    def _step_counter(self) -> Any:
+        """What vLLM makes its statistics loggers with: one that counts the engine's steps."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        stats = self._stats
+
+        class StepCounter(StatLoggerBase):
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+
+            def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+                stats.num_steps += scheduler_stats is not None
+
+            def log_engine_initialized(self) -> None: ...
+
+        return StepCounter
 
     def _engine_arguments(self) -> dict[str, Any]:
         rollout, model = self.config.rollout, self.config.model

@@ -16,6 +16,7 @@ from minirl.agent_loop import (
 from minirl.config import RolloutConfig
 from minirl.rewards import RewardManager
 from minirl.types import Trajectory
+from minirl.waits import CONVERSATION, WAITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class AgentLoopWorker:
 
     async def _attempt(self, request: SampleRequest, seed: int) -> list[Trajectory]:
         started = time.perf_counter()
+        CONVERSATION.set(f"{request.row['uid']}/{request.sample_index}")
         row = {
             **request.row,
             "raw_prompt": request.row["prompt"],
@@ -78,7 +80,8 @@ class AgentLoopWorker:
         if last.num_turns and last.reward is None:
             solution = await asyncio.to_thread(self._context.chat.decode, last.response_ids)
             try:
-                await self._reward_manager(last, row, solution)
+                with WAITS.on("reward"):
+                    await self._reward_manager(last, row, solution)
             except Exception as error:  # the reward is user code: its failure is the trajectory's
                 record_failure(last, "error", error)
         last.metrics["reward_s"] = time.perf_counter() - started

@@ -15,6 +15,7 @@ from minirl.config import MultiTurnConfig
 from minirl.tools.base import BaseTool, ToolCall, ToolError, ToolResponse
 from minirl.tools.truncate import truncate_text
 from minirl.types import ToolCallRecord, Trajectory
+from minirl.waits import WAITS
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +162,8 @@ class ToolSession:
                 instance = await self._instance(tool)
                 kwargs = self._kwargs(tool.name, "execute")
                 work = tool.execute(instance, arguments, **kwargs)
-                answer = await watch_blocking(work, tool)
+                with WAITS.on(f"tool {tool.name!r}"):
+                    answer = await watch_blocking(work, tool)
             return _ok(answer)
         except ToolError as error:
             return _Answer(status="error", text=f"Error: {error}")
@@ -179,7 +181,9 @@ class ToolSession:
         async with self._creating[tool.name]:  # calls of one turn share one instance
             if tool.name not in self._instances:
                 kwargs = self._kwargs(tool.name, "create")
-                self._instances[tool.name] = await watch_blocking(tool.create(**kwargs), tool)
+                with WAITS.on(f"tool {tool.name!r} to be created"):
+                    instance = await watch_blocking(tool.create(**kwargs), tool)
+                self._instances[tool.name] = instance
         return self._instances[tool.name]
 
     async def _release_all(self) -> list[RuntimeError]:

@@ -6,14 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from engine_pair import Pair, Without, open_pair
 
 from minirl.credit import correct_mismatch
-from minirl.rollout.server import RequestRefusedError
+from minirl.rollout.server import EngineLostError, RequestRefusedError
 from minirl.rollout.vllm_server import VLLMServer
 from minirl.rollout.weight_sync import SyncError, WeightSync
+from minirl.run import _watch
 from minirl.testing import tiny_model
 from minirl.types import MicroBatch
 
@@ -161,3 +163,25 @@ async def test_a_request_that_cannot_be_served_says_why(pair: Pair) -> None:
         await pair.client.generate([1, 2, 3], {"max_tokenz": 5}, "typo")
     with pytest.raises(RequestRefusedError, match="512"):
         await pair.client.generate([1] * 1000, {"max_tokens": 5}, "long")
+
+
+async def test_an_engine_that_stands_still_is_noticed(pair: Pair) -> None:
+    """A stopped process says nothing, and vLLM takes it for healthy."""
+    if not isinstance(pair.server, VLLMServer):
+        pytest.skip("its engine is this process")
+    params = {"temperature": 1.0, "max_tokens": 400, "ignore_eos": True}
+    before = (await pair.client.stats()).num_steps
+    call = asyncio.create_task(pair.client.generate([5] * 40, params, "stopped"))
+    while (await pair.client.stats()).num_steps < before + 3:
+        pass
+    engines = [p for p in psutil.Process().children() if "EngineCore" in "".join(p.cmdline())]
+    for engine in engines:
+        engine.suspend()
+    try:
+        await pair.server.check_health()
+        with pytest.raises(EngineLostError, match=r"no step for 1 s .*1 requests in it"):
+            await _watch(pair.server, 1.0)
+    finally:
+        for engine in engines:
+            engine.resume()
+    assert len((await call).token_ids) == 400

@@ -522,3 +522,37 @@ class HangsBetweenTurns(AgentLoopBase):
 class RaisesAtOnce(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
         raise LookupError("at once")
+
+
+async def test_a_rollout_that_stands_still_says_who_waits_for_what(
+    open_rollout: Opener, caplog: Any
+) -> None:
+    """One conversation hangs in a tool and one in the engine; the third ends."""
+    hang = asyncio.Event()
+
+    class Slow(CalculatorTool):
+        async def execute(self, *args: Any, **kwargs: Any) -> Any:
+            await hang.wait()
+            return await super().execute(*args, **kwargs)
+
+    async def reply(request_id: str, turn: int, prompt_ids: list[int]) -> str:
+        if question(prompt_ids) == "1":
+            await hang.wait()
+        return CALL if turn == 0 and question(prompt_ids) == "0" else "#### 0"
+
+    async def watch() -> str:
+        while True:
+            for record in caplog.records:
+                if "engine 0" in record.getMessage() and "calculator" in record.getMessage():
+                    hang.set()
+                    return record.getMessage()
+            await asyncio.sleep(0.02)
+
+    async with open_rollout(reply, "rollout.stall_warning_s=0.1", tools=[Slow({})]) as rollout:
+        rows = prompts(3, agent_name="tool_agent")
+        watching = asyncio.create_task(watch())
+        await rollout.manager.generate_sequences(rows, step=1)
+        message = await watching
+    assert "1 for tool 'calculator': 0-0/0 (" in message
+    assert "1 for generation on engine 0: 0-1/0 (" in message
+    assert "0-2/0" not in message
