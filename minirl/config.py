@@ -230,6 +230,9 @@ class MultiTurnConfig:
 
     tool_config_path: str | None = None
     """YAML with `tools: [{class_name, config, tool_schema}]`."""
+    interaction_config_path: str | None = None
+    """YAML with `interaction: [{name, class_name, config}]`: simulated users, which rows choose by
+    extra_info.interaction_kwargs.name."""
     format: str = "hermes"
     """How the model writes tool calls: a parser's name."""
     max_parallel_calls: int = 4

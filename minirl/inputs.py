@@ -7,8 +7,15 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from minirl.agent_loop import AGENT_LOOPS, TOOL_PARSERS, load_agent_loops
+from minirl.agent_loop import (
+    AGENT_LOOPS,
+    TOOL_PARSERS,
+    Interaction,
+    load_agent_loops,
+    load_interactions,
+)
 from minirl.agent_loop.base import AgentLoopFactory
+from minirl.agent_loop.interaction import check_interaction
 from minirl.chat import ChatBuilder, ChatTemplateError
 from minirl.checks import check_algorithms
 from minirl.config import Config, ConfigError, ModelConfig, require
@@ -31,6 +38,7 @@ class Inputs:
     chat: ChatBuilder
     tools: dict[str, BaseTool]
     agent_loops: dict[str, AgentLoopFactory]
+    interactions: dict[str, Interaction]
     """Of rollout.agent.agent_loop_config_path."""
     reward_manager: RewardManager
     train_rows: list[Row]
@@ -54,9 +62,14 @@ def read_inputs(config: Config, *, training: bool = True) -> Inputs:
     agent_loops = load_agent_loops(path) if (path := agent.agent_loop_config_path) else {}
     _check_agent_loop("rollout.agent.default_agent_loop", agent.default_agent_loop, agent_loops)
     tools = load_tools(path) if (path := config.rollout.multi_turn.tool_config_path) else {}
+    interactions = (
+        load_interactions(path)
+        if (path := config.rollout.multi_turn.interaction_config_path)
+        else {}
+    )
     tokenizer = _load_tokenizer(config.model)
     chat = _certified_chat(config, tokenizer, tools)
-    read = partial(_read_rows, config, chat, tools, agent_loops)
+    read = partial(_read_rows, config, chat, tools, agent_loops, interactions)
     train_rows = read("data.train_files", files.train_files) if training else []
     need_val = files.val_files or not training
     val_rows = read("data.val_files", files.val_files) if need_val else []
@@ -71,6 +84,7 @@ def read_inputs(config: Config, *, training: bool = True) -> Inputs:
         chat=chat,
         tools=tools,
         agent_loops=agent_loops,
+        interactions=interactions,
         reward_manager=reward_manager,
         train_rows=train_rows,
         val_rows=val_rows,
@@ -137,6 +151,7 @@ def _read_rows(
     chat: ChatBuilder,
     tools: dict[str, BaseTool],
     agent_loops: dict[str, AgentLoopFactory],
+    interactions: dict[str, Interaction],
     key: str,
     files: list[str],
 ) -> list[Row]:
@@ -147,6 +162,10 @@ def _read_rows(
             place = f"{file}: row {number}, column"
             if name := row.get("agent_name"):
                 _check_agent_loop(f"{place} agent_name", name, agent_loops)
+            user = ((row.get("extra_info") or {}).get("interaction_kwargs") or {}).get("name")
+            if user is not None:
+                column = f"{place} extra_info.interaction_kwargs.name"
+                _named(column, check_interaction, user, interactions)
             if config.reward.custom_reward_function is None:
                 _named(f"{place} data_source", SCORERS.find, row.get("data_source") or "")
             rows.append(row)

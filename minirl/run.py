@@ -173,6 +173,7 @@ async def _connect(
         tools=inputs.tools,
         config=config,
         agent_loops=inputs.agent_loops,
+        interactions=inputs.interactions,
     )
     worker = AgentLoopWorker(config.rollout, context, inputs.reward_manager)
     return AgentLoopManager(config, worker, router, clients, pace)

@@ -50,6 +50,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "agents.yaml").write_text(
         yaml.dump([{"name": "patient", "_target_": target, "patience": 3}])
     )
+    (folder / "users.yaml").write_text(
+        "interaction: [{name: number_user, class_name: 'examples.guess_number.user:NumberUser'}]"
+    )
     (folder / "reward.py").write_text("def compute_score(*_): return 1.0\n")
     return folder
 
@@ -272,3 +275,26 @@ def test_a_missing_or_old_vllm(
     monkeypatch.setattr("minirl.rollout.vllm_server.version", version)
     with pytest.raises(ConfigError, match=f"rollout.name: {message}"):
         check_vllm()
+
+
+def test_the_user_of_a_row_has_to_be_there(project: Path, tmp_path: Path) -> None:
+    extra_info = {"interaction_kwargs": {"name": "number_user", "number": 3}}
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [make_row(i, extra_info=extra_info) for i in range(4)]
+    )
+    files = f"data.train_files=[{rows}]"
+    assert problem(project, files) == (
+        f"{rows}: row 0, column extra_info.interaction_kwargs.name: no interaction 'number_user' "
+        "in rollout.multi_turn.interaction_config_path (known: none)"
+    )
+    users = f"rollout.multi_turn.interaction_config_path={project}/users.yaml"
+    assert list(read(project, files, users).interactions) == ["number_user"]
+
+
+def test_the_engine_of_transformers_has_one_device(project: Path) -> None:
+    settings = ("rollout.name=transformers", "rollout.tensor_parallel_size=2")
+    assert problem(project, *settings) == (
+        "rollout.tensor_parallel_size: got 2; rollout.name=transformers computes on one device; "
+        "write 1"
+    )
+    assert "rollout.mode: unknown rollout mode 'asink'" in problem(project, "rollout.mode=asink")

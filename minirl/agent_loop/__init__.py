@@ -11,6 +11,7 @@ from minirl.agent_loop.base import (
     load_agent_loops,
     register,
 )
+from minirl.agent_loop.interaction import Interaction, load_interactions
 from minirl.agent_loop.run import make_agent_loop, record_failure, run_agent_loop
 from minirl.agent_loop.single_turn import SingleTurnAgentLoop
 from minirl.agent_loop.tool_agent import ToolAgentLoop
@@ -22,6 +23,7 @@ __all__ = [
     "AgentLoopBase",
     "AgentLoopContext",
     "AgentLoopOutput",
+    "Interaction",
     "ParsedTurn",
     "Server",
     "ServerError",
@@ -30,6 +32,7 @@ __all__ = [
     "ToolParser",
     "derive_seed",
     "load_agent_loops",
+    "load_interactions",
     "make_agent_loop",
     "record_failure",
     "register",

@@ -22,6 +22,7 @@ from minirl.tools.truncate import split_kept
 from minirl.types import Termination, TokenOutput, Trajectory
 
 if TYPE_CHECKING:
+    from minirl.agent_loop.interaction import Interaction
     from minirl.chat import ChatBuilder
 
 AgentLoopOutput = Trajectory
@@ -59,6 +60,8 @@ class AgentLoopContext:
     config: Config
     agent_loops: "Mapping[str, AgentLoopFactory]" = field(default_factory=dict)
     """From rollout.agent.agent_loop_config_path, beside the registered ones."""
+    interactions: "Mapping[str, Interaction]" = field(default_factory=dict)
+    """From rollout.multi_turn.interaction_config_path."""
     parser: ToolParser = field(init=False)
     stop_when: re.Pattern[str] | None = field(init=False)
 
@@ -153,19 +156,25 @@ class AgentLoopBase:
         self, trajectory: Trajectory, text: str, calls: list[ToolCall]
     ) -> Termination | None:
         """Why the turn just sampled is the last one; None when its calls are to be run."""
-        limits = self.config.rollout.multi_turn
         stop_when = self.context.stop_when
         num_run = sum(record.status != "not_run" for record in trajectory.tool_calls)
         if trajectory.termination is not None:
             return trajectory.termination
         if not calls or (stop_when is not None and stop_when.search(text)):
             return "stop"
+        if reason := self.limit_reached(trajectory):
+            return reason
+        if _reached(num_run, self.config.rollout.multi_turn.max_tool_calls):
+            return "max_tool_calls"
+        return None
+
+    def limit_reached(self, trajectory: Trajectory) -> Termination | None:
+        """The limit of turns that forbids another observation; None when there may be one."""
+        limits = self.config.rollout.multi_turn
         if _reached(trajectory.num_turns, limits.max_assistant_turns):
             return "max_assistant_turns"
         if _reached(trajectory.num_turns - 1, limits.max_user_turns):
             return "max_user_turns"
-        if _reached(num_run, limits.max_tool_calls):
-            return "max_tool_calls"
         return None
 
     def tool_session(self, row: Mapping[str, Any]) -> ToolSession:

@@ -3,23 +3,36 @@
 from typing import Any
 
 from minirl.agent_loop.base import AgentLoopBase, AgentLoopOutput, register
+from minirl.agent_loop.interaction import simulated_user
 
 
 @register("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
-    """Let the model call tools until it answers without one, or a limit is reached."""
+    """Let the model call tools, and answer its simulated user, until it is done or at a limit."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-        """Answer `raw_prompt` with the tools of the row."""
-        async with self.tool_session(row) as tools:
-            trajectory = await self.start(row["raw_prompt"], tools.schemas)
+        """Answer `raw_prompt` with the tools and the user of the row."""
+        async with (
+            simulated_user(self.context.interactions, row) as user,
+            self.tool_session(row) as tools,
+        ):
+            messages = list(row["raw_prompt"])
+            trajectory = await self.start(messages, tools.schemas)
             while trajectory.termination is None:
                 text = await self.generate(trajectory, sampling_params)
+                messages.append({"role": "assistant", "content": text})
                 calls = self.parse_tool_calls(text)
-                if reason := self.reason_to_stop(trajectory, text, calls):
+                reason = self.reason_to_stop(trajectory, text, calls)
+                answers = []
+                if reason is None:
+                    answers = await tools.call(trajectory, calls)
+                elif reason == "stop" and not calls:
+                    answers = await user.answer(trajectory, messages)
+                    reason = self.limit_reached(trajectory) if answers else reason
+                if reason is not None:
                     self.finish(trajectory, reason)
                 else:
-                    results = await tools.call(trajectory, calls)
-                    await self.append_observation(trajectory, results, tools.schemas)
+                    messages += answers
+                    await self.append_observation(trajectory, answers, tools.schemas)
             await tools.calc_rewards(trajectory)
         return trajectory

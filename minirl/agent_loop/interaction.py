@@ -1,0 +1,125 @@
+"""A simulated user: what answers the policy when it calls no tool."""
+
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from minirl.config import ConfigError
+from minirl.registry import locate, nearest
+from minirl.tools.load import read_yaml
+from minirl.types import Trajectory
+from minirl.waits import WAITS
+
+Messages = list[dict[str, Any]]
+_KEYS = ("name", "class_name", "config")
+
+
+class Interaction:
+    """Subclass it; one object serves all conversations, told apart by `instance_id`.
+
+    Per conversation: `start` once, `generate_response` after every turn that calls no tool,
+    `finalize` always. What it says becomes observation tokens, which do not train.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    async def start(self, instance_id: str | None = None, **interaction_kwargs: Any) -> str:
+        """Prepare one conversation and return its id; `interaction_kwargs` are the row's."""
+        return instance_id or uuid.uuid4().hex
+
+    async def generate_response(
+        self, instance_id: str, messages: Messages, **interaction_kwargs: Any
+    ) -> tuple[str, bool, float]:
+        """(what the user says, whether the conversation is over, reward of the turn before).
+
+        `messages` is the conversation so far, the policy's turn last. When it is over, what the
+        user says is not appended.
+        """
+        raise NotImplementedError
+
+    async def finalize(self, instance_id: str, **interaction_kwargs: Any) -> None:
+        """Drop the state of one conversation."""
+
+
+class User:
+    """The interaction of one conversation, or nobody."""
+
+    def __init__(
+        self, interaction: Interaction | None, instance_id: str, kwargs: Mapping[str, Any]
+    ) -> None:
+        self._interaction, self._instance_id, self._kwargs = interaction, instance_id, kwargs
+
+    async def answer(self, trajectory: Trajectory, messages: Messages) -> Messages:
+        """What the user says to the last turn, as messages to append: none when it is over."""
+        if self._interaction is None:
+            return []
+        with WAITS.on("the simulated user"):
+            text, done, reward = await self._interaction.generate_response(
+                self._instance_id, messages, **self._kwargs
+            )
+        trajectory.turn_rewards[-1] += float(reward)
+        return [] if done else [{"role": "user", "content": text}]
+
+
+@asynccontextmanager
+async def simulated_user(
+    interactions: Mapping[str, Interaction], row: Mapping[str, Any]
+) -> AsyncIterator[User]:
+    """The user of `extra_info.interaction_kwargs.name`, started and in the end finalized."""
+    kwargs = dict((row.get("extra_info") or {}).get("interaction_kwargs") or {})
+    name = kwargs.pop("name", None)
+    if name is None:
+        yield User(None, "", {})
+        return
+    check_interaction(name, interactions)
+    interaction = interactions[name]
+    instance_id = await interaction.start(**kwargs)
+    try:
+        yield User(interaction, instance_id, kwargs)
+    finally:
+        await interaction.finalize(instance_id, **kwargs)
+
+
+def check_interaction(name: str, interactions: Mapping[str, Interaction]) -> None:
+    """ValueError for a name that rollout.multi_turn.interaction_config_path does not have."""
+    if name not in interactions:
+        raise ValueError(
+            f"no interaction {name!r} in rollout.multi_turn.interaction_config_path"
+            f"{nearest(name, interactions)}"
+        )
+
+
+def load_interactions(path: str | Path) -> dict[str, Interaction]:
+    """Build those of a file `interaction: [{name, class_name, config}]`, by name.
+
+    ConfigError names the file, the entry, and what is wrong with it.
+    """
+    content = read_yaml(path)
+    if not isinstance(content, dict) or not isinstance(content.get("interaction"), list):
+        raise ConfigError(f"{path}: expected `interaction:` and a list of entries")
+    interactions: dict[str, Interaction] = {}
+    for number, entry in enumerate(content["interaction"], start=1):
+        try:
+            name, interaction = _build(entry)
+            if name in interactions:
+                raise ValueError(f"there is already an interaction named {name!r}")
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path}: interaction, entry {number}: {error}") from error
+        interactions[name] = interaction
+    return interactions
+
+
+def _build(entry: Any) -> tuple[str, Interaction]:
+    if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
+        raise ValueError("class_name: missing; write package.module:Class")
+    for key in entry.keys() - set(_KEYS):
+        raise ValueError(f"{key}: no such key{nearest(str(key), _KEYS)}")
+    if not isinstance(entry.get("name"), str):
+        raise ValueError("name: missing; rows choose by extra_info.interaction_kwargs.name")
+    found: Callable[..., Any] = locate(entry["class_name"], "interaction")
+    if not (isinstance(found, type) and issubclass(found, Interaction)):
+        raise ValueError(f"class_name: {entry['class_name']!r} is not an Interaction class")
+    return entry["name"], found(entry.get("config") or {})
