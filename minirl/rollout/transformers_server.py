@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -219,16 +218,11 @@ class TransformersServer(AsyncServerBase):
 
     in_process = True
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        log_file: Path,
-        device_ids: list[int] | None = None,
-        num_threads: int = 1,
-    ) -> None:
-        super().__init__(config, log_file=log_file, device_ids=device_ids, num_threads=num_threads)
-        self._device = torch.device("cpu" if device_ids is None else f"cuda:{device_ids[0]}")
+    def __init__(self, config: Config, **placement: Any) -> None:
+        super().__init__(config, **placement)
+        self._device = torch.device(
+            "cpu" if self.device_ids is None else f"cuda:{self.device_ids[0]}"
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers engine")
         self._waiting: deque[Request] = deque()
         self._requests: dict[str, Request] = {}

@@ -49,15 +49,8 @@ class VLLMServer(AsyncServerBase):
     What it and its processes print goes to the log file. On a CPU there is nothing to put to sleep.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        log_file: Path,
-        device_ids: list[int] | None = None,
-        num_threads: int = 1,
-    ) -> None:
-        super().__init__(config, log_file=log_file, device_ids=device_ids, num_threads=num_threads)
+    def __init__(self, config: Config, **placement: Any) -> None:
+        super().__init__(config, **placement)
         self._asleep = False
         self._version = 0
         self._stats = ServerStats()
