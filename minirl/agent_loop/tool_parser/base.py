@@ -72,8 +72,8 @@ def scan(
     """Read a call at every `opening`, and at every `following` directly behind a call.
 
     A malformed call reaches to the first `until` (swallowed) or to the end of the text. What stands
-    before `</think>`, or in a `<think>` that is never closed, is thought, not called; an `opening`
-    with `\\A` matches behind that.
+    before the first `</think>`, or in a `<think>` that is never closed, is thought, not called; an
+    `opening` with `\\A` matches behind that.
     """
     start = _end_of_thought(text)
     content, calls, turn = [text[:start]], [], text[start:]
@@ -123,7 +123,7 @@ def read_json(text: str, position: int) -> tuple[Any, int]:
     try:
         return _DECODER.raw_decode(text, skip_blank(text, position))
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"it is not valid JSON ({_reason(error)})") from error
+        raise Malformed(f"it is not valid JSON ({_reason(error)})", position) from error
 
 
 def as_call(value: Any, text: str, *keys: str) -> ToolCall:

@@ -53,4 +53,5 @@ def _read_objects(text: str, start: int) -> tuple[list[ToolCall], int]:
     objects = value if isinstance(value, list) else [value]
     if not objects:
         raise Malformed("the list of calls is empty", end)
-    return [as_call(call, text[start:end], "arguments") for call in objects], end
+    written = text[start:end]
+    return [as_call(call, written, "arguments") for call in objects], end

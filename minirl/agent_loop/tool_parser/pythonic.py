@@ -1,6 +1,7 @@
 """`pythonic`: Llama 3.2 and 4, ToolACE, and others that write calls as Python."""
 
 import ast
+import itertools
 import re
 import warnings
 from typing import Any
@@ -67,37 +68,37 @@ def _end_of_list(text: str, start: int) -> int:
     raise Malformed("a bracket or a string is not closed")
 
 
-def _calls(source: str) -> list[ToolCall]:
+def _calls(text: str) -> list[ToolCall]:
     try:
+        source = _Source(text)
         with warnings.catch_warnings():  # about escapes like "\d", which keep their backslash
             warnings.simplefilter("ignore")
-            tree = ast.parse(source, mode="eval").body
+            tree = ast.parse(source.text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else str(error) or "it is too deep"
-        return [ToolCall(text=source, problem=f"it is not valid Python ({reason})")]
+        return [ToolCall(text=text, problem=f"it is not valid Python ({reason})")]
     if not isinstance(tree, ast.List) or not tree.elts:
-        return [ToolCall(text=source, problem="calls must be a list: [name(key=value)]")]
+        return [ToolCall(text=text, problem="calls must be a list: [name(key=value)]")]
     return [_call(source, element) for element in tree.elts]
 
 
-def _call(source: str, node: ast.expr) -> ToolCall:
-    text = _written(source, node)
+def _call(source: "_Source", node: ast.expr) -> ToolCall:
+    text = source.of(node)
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
         return ToolCall(text=text, problem="it must be a call: name(key=value)")
-    name = _written(source, node.func)
+    name = source.of(node.func)
     try:
         return make_call(name, _arguments(source, node), text)
     except ValueError as error:
         return ToolCall(name=name, text=text, problem=str(error))
 
 
-def _arguments(source: str, node: ast.Call) -> dict[str, Any]:
+def _arguments(source: "_Source", node: ast.Call) -> dict[str, Any]:
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         raise ValueError("every argument must be written with its name: key=value")
     arguments: dict[str, Any] = {}
     for keyword in node.keywords:
-        # As it was written: Python itself would replace some letters by similar ones (NFKC).
-        key = _written(source, keyword).partition("=")[0].strip()
+        key = source.of(keyword).partition("=")[0].strip()
         if key in arguments:
             raise ValueError(f"the argument {key!r} is given twice")
         arguments[key] = _literal(keyword.value)
@@ -126,5 +127,19 @@ def _key(node: ast.expr | None) -> str:
     raise ValueError("the keys of a dict must be strings")
 
 
-def _written(source: str, node: ast.AST) -> str:
-    return ast.get_source_segment(source, node) or ""
+class _Source:
+    """Names as they were written: Python's parser replaces some letters by similar ones (NFKC).
+
+    `ast.get_source_segment` would split the text into lines anew for every name.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text.replace("\r\n", "\n").replace("\r", "\n")  # as Python reads it
+        self._bytes = self.text.encode()
+        lines = self._bytes.split(b"\n")
+        self._starts = [0, *itertools.accumulate(len(line) + 1 for line in lines)]
+
+    def of(self, node: ast.expr | ast.keyword) -> str:
+        start = self._starts[node.lineno - 1] + node.col_offset
+        end = self._starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+        return self._bytes[start:end].decode()

@@ -27,9 +27,9 @@ _CLOSE = "</tool_call>"
 # The model now and then forgets <tool_call>.
 _OPENING = re.compile(r"<tool_call>|(?=<function=)")
 _UNTIL = re.compile(r"</tool_call>|(?=<tool_call>|<function=)")
-_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>")
+_FUNCTION = re.compile(r"\s*<function=(?:([^<>\n]*)>)?")
 _FUNCTION_END = re.compile(r"\s*</function>")
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>\n?")
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]*)>\n?")
 # What a value holds is not escaped: it may hold the closing tag, but not as it stands at the end.
 _VALUE_END = re.compile(r"\n?</parameter>(?=\s*(?:<parameter=|</function>))")
 _AS_PYTHON = {"True": True, "False": False, "None": None}
@@ -51,9 +51,9 @@ class Qwen3CoderParser:
 
 def _read(schemas: Schemas, text: str, opening: re.Match[str]) -> tuple[list[ToolCall], int]:
     head = _FUNCTION.match(text, opening.end())
-    name = head[1].strip() if head else ""
+    name = (head[1] or "").strip() if head else ""
     if head is None or not name:
-        raise Malformed("it must begin with <function=NAME>")
+        raise Malformed("it must begin with <function=NAME>", head.end() if head else 0)
     written, end = _read_parameters(text, head.end())
     schema = schemas.get(name, {})
     arguments = {key: _typed(value, key, schema) for key, value in written.items()}
@@ -75,16 +75,17 @@ def _read_parameters(text: str, position: int) -> tuple[dict[str, str], int]:
         limit = len(text) if following < 0 else following + len("<parameter=")
         close = _VALUE_END.search(text, match.end(), limit)
         if not key or close is None:
-            raise Malformed("every parameter must be <parameter=KEY>VALUE</parameter>")
+            raise Malformed("every parameter must be <parameter=KEY>VALUE</parameter>", position)
         if key in written:
-            raise Malformed(f"the parameter {key!r} is given twice")
+            raise Malformed(f"the parameter {key!r} is given twice", position)
         written[key] = text[match.end() : close.start()]
         position = close.end()
     end = _FUNCTION_END.match(text, position)
     if end is None:
         raise Malformed(
             "</function>, or a parameter as <parameter=KEY>VALUE</parameter>, must follow "
-            + ("the last parameter" if written else "<function=NAME>")
+            + ("the last parameter" if written else "<function=NAME>"),
+            position,
         )
     return written, end.end()
 
