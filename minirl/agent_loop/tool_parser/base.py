@@ -59,6 +59,7 @@ Read = Callable[[str, re.Match[str]], tuple[list[ToolCall], int]]
 
 NEVER = re.compile(r"(?!)")
 BLANK = re.compile(r"\s*")
+THINK = (("<think>", "</think>"),)
 
 
 def scan(
@@ -68,6 +69,7 @@ def scan(
     *,
     until: re.Pattern[str],
     following: re.Pattern[str] = NEVER,
+    thoughts: tuple[tuple[str, str], ...] = THINK,
 ) -> ParsedTurn:
     """Read a call at every `opening`, and at every `following` directly behind a call.
 
@@ -75,7 +77,7 @@ def scan(
     before the first `</think>`, or in a `<think>` that is never closed, is thought, not called; an
     `opening` with `\\A` matches behind that.
     """
-    start = _end_of_thought(text)
+    start = _end_of_thought(text, thoughts)
     content, calls, turn = [text[:start]], [], text[start:]
     position = 0
     while match := opening.search(turn, position):
@@ -100,8 +102,8 @@ def _read_or_report(
         return [ToolCall(text=text[opening.end() : end].strip(), problem=str(error))], after
 
 
-def _end_of_thought(text: str) -> int:
-    for opening, closing in (("<think>", "</think>"), ("[THINK]", "[/THINK]")):
+def _end_of_thought(text: str, thoughts: tuple[tuple[str, str], ...]) -> int:
+    for opening, closing in thoughts:
         end = text.find(closing)
         if end >= 0:
             return end + len(closing)

@@ -4,6 +4,7 @@ import re
 
 from minirl.agent_loop.tool_parser.base import (
     NO_SCHEMAS,
+    THINK,
     TOOL_PARSERS,
     Malformed,
     ParsedTurn,
@@ -15,6 +16,7 @@ from minirl.agent_loop.tool_parser.base import (
 )
 from minirl.tools.base import ToolCall
 
+_THOUGHTS = (("[THINK]", "[/THINK]"), *THINK)
 _MARK = r"\[TOOL_CALLS\]"
 # The bound keeps the search linear in a text of one long word.
 _NAMED = r"(?<![\w.\-])(?=[\w.\-]{1,64}(?:\[CALL_ID\]\w*)?\[ARGS\])"
@@ -33,7 +35,7 @@ class MistralParser:
 
     def parse(self, text: str, schemas: Schemas = NO_SCHEMAS) -> ParsedTurn:
         """Content and calls of `text`."""
-        return scan(text, _OPENING, _read, until=_UNTIL)
+        return scan(text, _OPENING, _read, until=_UNTIL, thoughts=_THOUGHTS)
 
 
 def _read(text: str, opening: re.Match[str]) -> tuple[list[ToolCall], int]:
