@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from minirl.agent_loop.tool_parser import ParsedTurn
+from minirl.agent_loop.tool_parser import NO_SCHEMAS, ParsedTurn, Schemas
 from minirl.algorithms import ADV_ESTIMATORS, POLICY_LOSSES, requirements
 from minirl.chat import ChatBuilder
 from minirl.config import Config, load_config
@@ -119,7 +119,7 @@ class PeekTool(BaseTool):
 class QuestionMarkParser:
     """A turn that is `?` calls the tool."""
 
-    def parse(self, text: str) -> ParsedTurn:
+    def parse(self, text: str, schemas: Schemas = NO_SCHEMAS) -> ParsedTurn:
         """See ToolParser."""
         calls = [ToolCall(name="peek", text="{}")] if text == "?" else []
         return ParsedTurn(content=text, calls=calls)

@@ -150,7 +150,8 @@ class AgentLoopBase:
 
     def parse_tool_calls(self, text: str) -> list[ToolCall]:
         """The calls in a turn's text, in their order; malformed ones carry a `problem`."""
-        return self.context.parser.parse(text).calls
+        schemas = {name: tool.parameters_schema for name, tool in self.tools.items()}
+        return self.context.parser.parse(text, schemas).calls
 
     def reason_to_stop(
         self, trajectory: Trajectory, text: str, calls: list[ToolCall]
