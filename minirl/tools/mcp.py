@@ -35,7 +35,7 @@ class MCPTool(BaseTool):
     def __init__(self, links: Links, tool: Tool, prefix: str = "") -> None:
         super().__init__({}, openai_schema(tool, prefix))
         self._links = links
-        self._name_at_server = tool.name
+        self._tool = tool
 
     @classmethod
     def load(
@@ -59,7 +59,7 @@ class MCPTool(BaseTool):
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, float]]:
         """Pass the call on; a result that the server marks as an error is told as one."""
-        result = await self._links.call(instance_id, self._name_at_server, parameters)
+        result = await self._links.call(instance_id, self._tool.name, parameters)
         text = as_text(result)
         if result.is_error:
             raise ToolError(text)
