@@ -7,22 +7,27 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
-from mcp_types import (
-    AudioContent,
-    BlobResourceContents,
-    CallToolResult,
-    ContentBlock,
-    EmbeddedResource,
-    ImageContent,
-    ResourceLink,
-    TextContent,
-    TextResourceContents,
-    Tool,
-)
+
+try:
+    from mcp_types import (
+        AudioContent,
+        BlobResourceContents,
+        CallToolResult,
+        ContentBlock,
+        EmbeddedResource,
+        ImageContent,
+        ResourceLink,
+        TextContent,
+        TextResourceContents,
+        Tool,
+    )
+except ImportError as error:
+    raise ImportError(f"MCP tools need the official SDK: pip install 'mcp>=2' ({error})") from error
 
 from minirl.registry import nearest
 from minirl.tools.base import BaseTool, ToolError, ToolResponse
-from minirl.tools.mcp_session import Links, MCPConfig, Session
+from minirl.tools.mcp_session import Links, Session
+from minirl.tools.mcp_transport import MCPConfig
 
 
 class MCPTool(BaseTool):

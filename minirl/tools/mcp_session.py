@@ -5,57 +5,27 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import Any, Literal
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any
 
-import anyio
-import msgspec
-from anyio.abc import ObjectReceiveStream
+from mcp import Client, MCPError
+from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST, CallToolResult, Tool
 
 from minirl.tools.base import ToolError
-
-try:
-    import httpx2
-    from mcp import Client, MCPError, StdioServerParameters
-    from mcp.client.stdio import stdio_client
-    from mcp.client.streamable_http import streamable_http_client
-    from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST, CallToolResult, Tool
-except ImportError as error:
-    raise ImportError(f"MCP tools need the official SDK: pip install 'mcp>=2' ({error})") from error
+from minirl.tools.mcp_transport import MCPConfig, StderrTail, explain, open_transport
 
 logger = logging.getLogger(__name__)
 
 MAX_STARTS = 4
 """Sessions that one link may open within START_WINDOW_S; after that its server stays down."""
 START_WINDOW_S = 60.0
-PROBE_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 10.0
 """Seconds that a server has to list its tools after it left a call unanswered."""
+MAX_CONNECTING = 100
+"""Sessions of one entry that connect to a URL at once."""
 CLOSE_TIMEOUT_S = 8.0
 """Seconds to close a session; the SDK itself gives a process 2 s to leave and 2 s more to die."""
-
-
-class MCPConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The `config` of an entry: either `command` (stdio) or `url` (streamable HTTP)."""
-
-    command: list[str] | None = None
-    env: dict[str, str] = {}
-    """Added to HOME, LOGNAME, PATH, SHELL, TERM and USER; a server inherits nothing else."""
-    url: str | None = None
-    headers: dict[str, str] = {}
-    session: Literal["server", "trajectory"] = "server"
-    """One session for all trajectories, or one for each (a server that keeps state)."""
-    timeout_s: float = 30.0
-    """Seconds to start or connect, and again for a call."""
-    tools: list[str] | None = None
-    """Names of the tools to take; null = all."""
-    prefix: str = ""
-    """Put before every name that the model sees."""
-
-    @property
-    def server(self) -> str:
-        """Which server it is, in messages."""
-        return f"MCP server {self.url or ' '.join(self.command or [])!r}"
 
 
 class Session:
@@ -65,10 +35,20 @@ class Session:
     the server and leaves the session as it is.
     """
 
-    def __init__(self, config: MCPConfig, starting: asyncio.Semaphore) -> None:
+    def __init__(
+        self,
+        config: MCPConfig,
+        starting: asyncio.Semaphore,
+        report: Callable[[str], None] | None = None,
+    ) -> None:
+        """`starting` limits how many open at once; `report` is told why it could not open or go on.
+
+        Needs a running event loop. Returns at once; what comes next waits until it is open.
+        """
         self.ended = False
         self.task = asyncio.create_task(self._hold(starting), name=config.server)
         self._config = config
+        self._report = report
         self._client: Client | None = None
         self._problem = ""
         self._closing = False
@@ -101,7 +81,7 @@ class Session:
         except (MCPError, RuntimeError) as error:  # RuntimeError: the client is being left
             code = error.code if isinstance(error, MCPError) else CONNECTION_CLOSED
             if code in (CONNECTION_CLOSED, INVALID_REQUEST) and not self.ended:
-                # Both codes can come from a server that lives on, and of one that is gone.
+                # Both codes come from servers that live on as well as from those that are gone.
                 await self._probe(client)
             if self.ended:
                 raise ToolError(self._lost()) from error
@@ -131,10 +111,10 @@ class Session:
         )
 
     async def _hold(self, starting: asyncio.Semaphore) -> None:
-        stderr = _Stderr()
+        stderr = StderrTail()
         try:
             async with AsyncExitStack() as stack:
-                transport = _transport(self._config, stderr, lambda: self._end("it exited"))
+                transport = open_transport(self._config, stderr, lambda: self._end("it exited"))
                 async with starting, asyncio.timeout(self._config.timeout_s):
                     client = await stack.enter_async_context(Client(transport, cache=None))
                 self._client = client
@@ -143,13 +123,13 @@ class Session:
         except TimeoutError:
             self._problem = f"no answer within {self._config.timeout_s:g} s"
         except Exception as error:
-            self._problem = _explain(error)
+            self._problem = explain(error)
         finally:
             self.ended = True
             self._problem += stderr.close()
             self._settled.set()
-            if not self._closing:
-                logger.warning("%s is lost: %s", self._config.server, self._problem)
+            if self._report and not self._closing:
+                self._report(f"{self._config.server} is lost: {self._problem}")
 
     async def _watch(self, client: Client) -> None:
         """Until the session ends: see to it that a server that hangs as a whole is given up."""
@@ -199,7 +179,7 @@ class Link:
         if not self._sessions or self._sessions[-1].ended:
             self._count_start()
             self._sessions = [s for s in self._sessions if not s.task.done()]
-            self._sessions.append(Session(self._config, self._starting))
+            self._sessions.append(Session(self._config, self._starting, logger.warning))
         return self._sessions[-1]
 
     def _count_start(self) -> None:
@@ -220,7 +200,8 @@ class Links:
         self._links: dict[str, Link] = {}
         self._users: Counter[str] = Counter()
         # Processes that all start at once would all be too slow to answer in time.
-        self._starting = asyncio.Semaphore(os.cpu_count() or 1)
+        at_once = (os.cpu_count() or 1) if config.command else MAX_CONNECTING
+        self._starting = asyncio.Semaphore(at_once)
 
     def join(self, instance_id: str) -> None:
         """One more tool of this trajectory will make calls."""
@@ -249,79 +230,3 @@ class Links:
 
     def _key(self, instance_id: str) -> str:
         return instance_id if self._config.session == "trajectory" else ""
-
-
-class _Stderr:
-    """A pipe for what a server writes to stderr; its end explains why a server was lost."""
-
-    def __init__(self) -> None:
-        self._read, write = os.pipe()
-        os.set_blocking(self._read, False)
-        self.file = os.fdopen(write, "w")
-        self._text = b""
-        asyncio.get_running_loop().add_reader(self._read, self._take)
-
-    def _take(self) -> None:
-        with suppress(BlockingIOError):
-            self._text = (self._text + os.read(self._read, 65536))[-65536:]
-
-    def close(self) -> str:
-        """The last line, to append to a message."""
-        asyncio.get_running_loop().remove_reader(self._read)
-        self._take()
-        self.file.close()
-        os.close(self._read)
-        lines = self._text.decode(errors="replace").strip().splitlines()
-        return f"; its last line on stderr: {lines[-1].strip()}" if lines else ""
-
-
-class _Watched(ObjectReceiveStream[Any]):
-    """A transport's stream of messages that tells when it ends; the SDK tells only callers."""
-
-    def __init__(self, stream: Any, on_end: Callable[[], None]) -> None:
-        self._stream = stream
-        self._on_end = on_end
-
-    async def receive(self) -> Any:
-        try:
-            return await self._stream.receive()
-        except anyio.EndOfStream:
-            self._on_end()
-            raise
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
-
-@asynccontextmanager
-async def _transport(
-    config: MCPConfig, stderr: _Stderr, on_end: Callable[[], None]
-) -> AsyncIterator[tuple[Any, Any]]:
-    """The SDK's pair of streams (from the server, to it)."""
-    if config.command:
-        parameters = StdioServerParameters(
-            command=config.command[0], args=config.command[1:], env=config.env
-        )
-        async with stdio_client(parameters, errlog=stderr.file) as (read, write):
-            yield _Watched(read, on_end), write
-        return
-    assert config.url
-    # Not the SDK's client: its pool has 100 connections, and a call that waits for one for 30 s
-    # fails, and the session with it.
-    http = httpx2.AsyncClient(
-        headers=config.headers,
-        timeout=httpx2.Timeout(30.0, read=max(300.0, 2 * config.timeout_s), pool=None),
-        limits=httpx2.Limits(max_connections=None),
-    )
-    async with (
-        http,
-        streamable_http_client(config.url, http_client=http, max_sse_event_size=None) as streams,
-    ):
-        yield streams
-
-
-def _explain(error: BaseException) -> str:
-    """The first error of a group, which is how anyio hands them on."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"
