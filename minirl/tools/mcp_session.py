@@ -68,7 +68,8 @@ class Session:
                     if (cursor := page.next_cursor) is None:
                         return tools
         except (MCPError, TimeoutError) as error:
-            raise ToolError(f"{self._config.server} does not list its tools: {error}") from error
+            problem = str(error) or f"no answer within {self._config.timeout_s:g} s"
+            raise ToolError(f"{self._config.server} does not list its tools: {problem}") from error
 
     async def call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
         """ToolError when the server refuses the call, or is lost before it has answered."""
