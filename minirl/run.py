@@ -155,6 +155,8 @@ async def _connect(
     config: Config, inputs: Inputs, addresses: list[str], stack: AsyncExitStack
 ) -> AgentLoopManager:
     """Rank 0: clients to every engine, the router, the agent-loop worker and their manager."""
+    for tool in inputs.tools.values():
+        stack.push_async_callback(tool.aclose)
     clients = [
         await stack.enter_async_context(ServerClient(address, f"engine {index}"))
         for index, address in enumerate(addresses)

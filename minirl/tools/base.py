@@ -53,6 +53,13 @@ class BaseTool:
         self.name: str = self.tool_schema["function"]["name"]
         self._validator = Draft202012Validator(self.parameters_schema)
 
+    @classmethod
+    def load(
+        cls, config: dict[str, Any], tool_schema: dict[str, Any] | None = None
+    ) -> "list[BaseTool]":
+        """The tools that one entry of the tool config stands for: one, unless overridden."""
+        return [cls(config, tool_schema)]
+
     @property
     def parameters_schema(self) -> dict[str, Any]:
         """JSON schema of the arguments."""
@@ -77,6 +84,9 @@ class BaseTool:
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
         """Drop the state of one trajectory."""
+
+    async def aclose(self) -> None:
+        """Drop what all trajectories share; called at the end of the run."""
 
     def find_problem(self, arguments: dict[str, Any]) -> str | None:
         """What is wrong with the arguments of a call, in words; None = they fit the schema."""

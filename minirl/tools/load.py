@@ -1,6 +1,5 @@
 """Tools from a YAML file."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ def load_tools(path: str | Path) -> dict[str, BaseTool]:
     """Build the tools of a file `tools: [{class_name, config, tool_schema}]`, by name, in order.
 
     `class_name` is `package.module:Class` (or with a dot), or a function made by `@function_tool`;
-    `tool_schema` may be left out where the class or function has one.
+    `tool_schema` may be left out where the class or function has one. An entry may stand for
+    several tools (`BaseTool.load`), as one with `minirl.tools.mcp:MCPTool` does.
     ConfigError names the file, the entry, and what is wrong with it.
     """
     content = read_yaml(path)
@@ -27,12 +27,12 @@ def load_tools(path: str | Path) -> dict[str, BaseTool]:
     tools: dict[str, BaseTool] = {}
     for number, entry in enumerate(content["tools"], start=1):
         try:
-            tool = _build(entry)
-            if tool.name in tools:
-                raise ValueError(f"there is already a tool named {tool.name!r}")
-        except (ValueError, TypeError) as error:
+            for tool in _build(entry):
+                if tool.name in tools:
+                    raise ValueError(f"there is already a tool named {tool.name!r}")
+                tools[tool.name] = tool
+        except (ValueError, TypeError, ImportError) as error:
             raise ConfigError(f"{path}: tools, entry {number}: {error}") from error
-        tools[tool.name] = tool
     return tools
 
 
@@ -46,7 +46,7 @@ def read_yaml(path: str | Path) -> Any:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
 
 
-def _build(entry: Any) -> BaseTool:
+def _build(entry: Any) -> list[BaseTool]:
     if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
         raise ValueError("class_name: missing; write package.module:Class")
     for key in entry.keys() - set(_KEYS):
@@ -56,9 +56,9 @@ def _build(entry: Any) -> BaseTool:
         raise ValueError(f"config: got {config!r}; expected a mapping")
     found = locate(entry["class_name"], "tool")
     if isinstance(found, FunctionTool):
-        return FunctionTool(found.function, config, schema or found.tool_schema)
+        return [FunctionTool(found.function, config, schema or found.tool_schema)]
     if not (isinstance(found, type) and issubclass(found, BaseTool)):
         raise ValueError(
             f"class_name: {entry['class_name']!r} is neither a BaseTool class nor a @function_tool"
         )
-    return functools.partial(found, config, schema)()
+    return found.load(config, schema)

@@ -5,6 +5,7 @@ import logging
 import math
 import time
 import types
+import uuid
 import weakref
 from collections.abc import Coroutine, Generator, Mapping
 from dataclasses import dataclass, field
@@ -57,6 +58,8 @@ class ToolSession:
         self._limits = limits
         self._tokenizer = tokenizer
         self._tools_kwargs = tools_kwargs or {}
+        self._id = uuid.uuid4().hex
+        """Tells the tools of one server that they serve the same trajectory."""
         self._instances: dict[str, str] = {}
         self._creating = {name: asyncio.Lock() for name in tools}
 
@@ -180,7 +183,7 @@ class ToolSession:
     async def _instance(self, tool: BaseTool) -> str:
         async with self._creating[tool.name]:  # calls of one turn share one instance
             if tool.name not in self._instances:
-                kwargs = self._kwargs(tool.name, "create")
+                kwargs = {"instance_id": self._id, **self._kwargs(tool.name, "create")}
                 with WAITS.on(f"tool {tool.name!r} to be created"):
                     instance = await watch_blocking(tool.create(**kwargs), tool)
                 self._instances[tool.name] = instance
