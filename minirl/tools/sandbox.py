@@ -138,7 +138,10 @@ class Sandbox:
         """
         if self.isolation == "bwrap" and shutil.which("bwrap") is None:
             raise SandboxError("bwrap is not installed")
-        with tempfile.TemporaryDirectory() as directory, socket.create_server(("127.0.0.1", 0)) as s:
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            socket.create_server(("127.0.0.1", 0)) as s,
+        ):
             secret = Path(directory, "secret")
             secret.write_text("secret")
             values = {

@@ -10,6 +10,7 @@ as little of it as possible: an interpreter starts for every call.
 """
 
 import ctypes
+import errno
 import json
 import os
 import platform
@@ -40,9 +41,12 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 def main() -> None:
     spec = json.loads(sys.argv[1])
-    if spec["isolation"] == "inside":  # bwrap has made the sandbox around us
-        init(spec)
-    supervise(spec)
+    try:
+        if spec["isolation"] == "inside":  # bwrap has made the sandbox around us
+            init(spec)
+        supervise(spec)
+    except OSError as error:
+        sys.exit(str(error))
 
 
 def supervise(spec: Spec) -> None:
@@ -59,8 +63,10 @@ def supervise(spec: Spec) -> None:
             # without a user namespace the kernel counts all that the user runs
             most = spec["limits"]["RLIMIT_NPROC"][0] + count_tasks(os.geteuid())
             spec["limits"]["RLIMIT_NPROC"] = (most, most)
-        check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1))  # who loses its parent becomes our child
-        check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM))
+        check(
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 1), "prctl"
+        )  # who loses its parent becomes our child
+        check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM), "prctl")
         if os.getppid() == spec["parent"]:  # else it died before that line
             os.waitpid(fork(start, spec), 0)
     finally:
@@ -78,7 +84,7 @@ def fork(function: Callable[[Spec], None], spec: Spec) -> int:
     if pid == 0:
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
+            check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL), "prctl")
             function(spec)
         except BaseException as error:  # told in one line, and never into the code of the parent
             os.write(2, f"{type(error).__name__}: {error}".encode())
@@ -142,7 +148,7 @@ def enter_namespaces(spec: Spec) -> Callable[[Spec], None]:
     is_root = os.geteuid() == 0 and libc.unshare(flags) == 0
     if not is_root:
         uid, gid = os.geteuid(), os.getegid()
-        check(libc.unshare(CLONE_NEWUSER | flags))
+        check(libc.unshare(CLONE_NEWUSER | flags), "new namespaces")
         map_ids(proc, uid, gid)
 
     def run(spec: Spec) -> None:
@@ -151,10 +157,19 @@ def enter_namespaces(spec: Spec) -> Callable[[Spec], None]:
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
-            check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))  # a change of user clears it
-            check(libc.prctl(PR_SET_DUMPABLE, 1))  # else /proc/self belongs to root
-            check(libc.unshare(CLONE_NEWUSER))  # processes are counted per user namespace
+            check(
+                libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL), "prctl"
+            )  # a change of user clears it
+            check(libc.prctl(PR_SET_DUMPABLE, 1), "prctl")  # else /proc/self belongs to root
+            check(
+                libc.unshare(CLONE_NEWUSER), "new user namespace"
+            )  # processes are counted per user namespace
             map_ids(proc, NOBODY, NOBODY)
+        try:  # a namespace of its own would give the program capabilities in it
+            write(proc, "sys/user/max_user_namespaces", "0")
+        except OSError as error:
+            if error.errno != errno.EROFS:  # so in many containers; it is one more lock, no more
+                raise
         init({**spec, "directory": "/tmp"})
 
     return run
@@ -162,14 +177,15 @@ def enter_namespaces(spec: Spec) -> Callable[[Spec], None]:
 
 def map_ids(proc: int, uid: int, gid: int) -> None:
     """Be nobody inside the new user namespace: a user other than 0 has no capabilities."""
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{NOBODY} {uid} 1"),
-        ("gid_map", f"{NOBODY} {gid} 1"),
-    ):
-        file = os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc)
-        os.write(file, text.encode())
-        os.close(file)
+    write(proc, "self/setgroups", "deny")
+    write(proc, "self/uid_map", f"{NOBODY} {uid} 1")
+    write(proc, "self/gid_map", f"{NOBODY} {gid} 1")
+
+
+def write(proc: int, name: str, text: str) -> None:
+    file = os.open(name, os.O_WRONLY, dir_fd=proc)
+    os.write(file, text.encode())
+    os.close(file)
 
 
 def change_root(spec: Spec) -> None:
@@ -187,19 +203,21 @@ def change_root(spec: Spec) -> None:
             os.mkdir(target)
         else:
             os.close(os.open(target, os.O_CREAT))
-        flags = MOVE_MOUNT_F_EMPTY_PATH
-        check(libc.syscall(SYS_MOVE_MOUNT, tree, b"", AT_FDCWD, target.encode(), flags))
+        place = (AT_FDCWD, os.fsencode(target), MOVE_MOUNT_F_EMPTY_PATH)
+        check(libc.syscall(SYS_MOVE_MOUNT, tree, b"", *place), f"mount {path}")
     os.symlink("/tmp", f"{root}/dev/shm")
     os.chdir(root)
-    check(libc.syscall(SYS_PIVOT_ROOT[platform.machine()], b".", b"."))
-    check(libc.umount2(b".", MNT_DETACH))
+    check(libc.syscall(SYS_PIVOT_ROOT[platform.machine()], b".", b"."), "pivot_root")
+    check(libc.umount2(b".", MNT_DETACH), "umount2")
     set_attributes(AT_FDCWD, b"/", 0, MOUNT_ATTR_RDONLY)
 
 
 def open_tree(path: str) -> int:
     """A read-only copy of the mounts at `path` and below, not yet mounted anywhere."""
     flags = OPEN_TREE_CLONE | os.O_CLOEXEC | AT_RECURSIVE
-    tree = check(libc.syscall(SYS_OPEN_TREE, AT_FDCWD, os.fsencode(path), flags))
+    tree = check(
+        libc.syscall(SYS_OPEN_TREE, AT_FDCWD, os.fsencode(path), flags), f"open_tree {path}"
+    )
     attributes = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID
     if not path.startswith("/dev/"):
         attributes |= MOUNT_ATTR_NODEV
@@ -210,12 +228,13 @@ def open_tree(path: str) -> int:
 def set_attributes(directory: int, path: bytes, flags: int, attributes: int) -> None:
     values = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
     size = ctypes.sizeof(values)
-    check(libc.syscall(SYS_MOUNT_SETATTR, directory, path, flags, ctypes.byref(values), size))
+    arguments = (directory, path, flags, ctypes.byref(values), size)
+    check(libc.syscall(SYS_MOUNT_SETATTR, *arguments), "mount_setattr")
 
 
 def mount(target: str, flags: int, kind: str = "none", options: str = "") -> None:
     names = (kind.encode(), target.encode(), kind.encode())
-    check(libc.mount(*names, ctypes.c_ulong(flags), options.encode()))
+    check(libc.mount(*names, ctypes.c_ulong(flags), options.encode()), f"mount {target}")
 
 
 def init(spec: Spec) -> NoReturn:
@@ -234,7 +253,7 @@ def init(spec: Spec) -> NoReturn:
 
 def exec_program(spec: Spec) -> NoReturn:
     os.setsid()
-    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for name, limit in spec["limits"].items():
         resource.setrlimit(getattr(resource, name), limit)
@@ -244,10 +263,10 @@ def exec_program(spec: Spec) -> NoReturn:
     os.execve(spec["command"][0], spec["command"], environment)
 
 
-def check(result: int) -> int:
+def check(result: int, what: str) -> int:
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        raise OSError(number, f"{what}: {os.strerror(number)}")
     return result
 
 
