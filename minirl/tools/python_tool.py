@@ -70,7 +70,7 @@ class PythonTool(BaseTool):
         self._sandbox = _make(
             config.get("isolation", "auto"), limits, config.get("packages", False)
         )
-        self._free = asyncio.Semaphore(config.get("max_concurrent", os.cpu_count() or 1))
+        self._free = asyncio.Semaphore(config.get("max_concurrent", len(os.sched_getaffinity(0))))
         missing = [name for name, in_force in self.protection.items() if not in_force]
         for name in config.get("require", []):
             if name in missing:
@@ -90,7 +90,8 @@ class PythonTool(BaseTool):
     def protection(self) -> dict[Protection, bool]:
         """What programs were found to be unable to get around: network, files, memory, processes.
 
-        Whatever it says, programs end with their call, and so do all processes they started.
+        Whatever it says, programs end with their call, and so do all processes they started; under
+        isolation `none` unless one of them kills its supervisor.
         """
         return self._sandbox.protection
 

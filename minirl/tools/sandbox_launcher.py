@@ -143,7 +143,7 @@ def enter_namespaces(spec: Spec) -> Callable[[Spec], None]:
     Root does without a user namespace until all is mounted, and then becomes nobody: the kernel
     exempts the real root from the limit on processes.
     """
-    flags = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
+    flags = CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
     proc = os.open("/proc", os.O_PATH)  # outlives the change of root
     is_root = os.geteuid() == 0 and libc.unshare(flags) == 0
     if not is_root:
@@ -152,6 +152,7 @@ def enter_namespaces(spec: Spec) -> Callable[[Spec], None]:
         map_ids(proc, uid, gid)
 
     def run(spec: Spec) -> None:
+        check(libc.unshare(CLONE_NEWNS), "new mount namespace")  # the supervisor keeps its /proc
         change_root(spec)
         if is_root:
             os.setgroups([])
