@@ -29,12 +29,17 @@ def make(isolation, **config):
 INSTALLED = [name for name in ISOLATIONS if name != "bwrap" or shutil.which("bwrap")]
 
 
+def works(isolation):
+    try:
+        return bool(make(isolation))
+    except ValueError:  # the kernel, or the container that we are in, does not allow it
+        return False
+
+
 @pytest.fixture(params=INSTALLED)
 def isolation(request):
-    try:
-        make(request.param)
-    except ValueError as error:  # by the kernel, or by the container that we are in
-        pytest.skip(str(error))
+    if request.param != "none" and not works(request.param):
+        pytest.skip(f"isolation {request.param!r} does not work here")
     return request.param
 
 
@@ -120,7 +125,7 @@ async def test_every_call_is_a_fresh_process_in_an_empty_directory(tool, tmp_pat
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert (await run(tool, "open('a.txt', 'w').write('1')\nprint(open('a.txt').read())"))[0] == "1"
     deep = (
-        "import os\nfor _ in range(2000):\n    os.mkdir('d')\n    os.chdir('d')\nos.chmod('.', 0)"
+        "import os\nfor _ in range(1100):\n    os.mkdir('d')\n    os.chdir('d')\nos.chmod('.', 0)"
     )
     assert (await run(tool, deep))[0] == "[no output]"
     assert (await run(tool, "import os\nprint(os.listdir())"))[0] == "['main.py']"
@@ -291,21 +296,24 @@ async def test_more_calls_than_may_run_at_once(isolation):
     assert [text for text, _ in texts] == ["0", "1", "2", "3", "4"]
 
 
-async def test_programs_end_with_a_trainer_that_is_killed(isolation):
+async def test_programs_end_with_a_trainer_that_is_killed():
     marker = f"orphan-{uuid.uuid4().hex}"
     code = f"""
-import uvloop
+import asyncio, uvloop
 from minirl.tools import PythonTool
 async def main():
-    tool = PythonTool({{"isolation": {isolation!r}}})
-    print((await tool.execute("id", {{"code": "print('ready')"}}))[0].text, flush=True)
-    await tool.execute("id", {{"code": {daemon(marker, "time.sleep(1000)")!r}}})
+    tools = [PythonTool({{"isolation": name}}) for name in {[n for n in INSTALLED if works(n)]}]
+    answers = await asyncio.gather(*(tool.execute("id", {{"code": "print(1)"}}) for tool in tools))
+    print(*(response.text for response, _, _ in answers), flush=True)
+    program = {daemon(marker, "time.sleep(1000)")!r}
+    await asyncio.gather(*(tool.execute("id", {{"code": program}}) for tool in tools))
 uvloop.run(main())
 """
     command = (sys.executable, "-c", code)
     trainer = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-    assert await trainer.stdout.readline() == b"ready\n"
-    await until(lambda: alive(marker))
+    answers = (await trainer.stdout.readline()).split()
+    assert set(answers) == {b"1"}
+    await until(lambda: len(alive(marker)) == len(answers))
     trainer.kill()
     await trainer.wait()
     await until(lambda: not alive(marker))
