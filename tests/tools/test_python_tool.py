@@ -309,8 +309,11 @@ async def main():
     await asyncio.gather(*(tool.execute("id", {{"code": program}}) for tool in tools))
 uvloop.run(main())
 """
-    command = (sys.executable, "-c", code)
-    trainer = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    command = (sys.executable, "-")  # the marker must not be in the command line of the trainer
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    trainer = await asyncio.create_subprocess_exec(*command, **pipes)
+    trainer.stdin.write(code.encode())
+    trainer.stdin.close()
     answers = (await trainer.stdout.readline()).split()
     assert set(answers) == {b"1"}
     await until(lambda: len(alive(marker)) == len(answers))
