@@ -71,7 +71,7 @@ class BatchRewardManager:
         """One call. A cancelled one leaves its items to the next."""
         if len(self._waiting) < self.batch.max_size:
             await asyncio.sleep(self.batch.max_delay_s)
-        items = [item for item in self._waiting if not item.is_scored][: self.batch.max_size]
+        items = self._waiting[: self.batch.max_size]  # the scored ones before them are gone
         columns = map(list, zip(*(item.arguments for item in items), strict=True))
         try:
             results = _one_each(await self.compute_score(*columns), len(items))

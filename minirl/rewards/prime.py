@@ -100,7 +100,10 @@ class ScoringPool:
 
     async def _start(self) -> "ScoringProcess":
         process = ScoringProcess()
-        await process.ask((*self._task, sys.path), START_TIMEOUT_S)
+        try:
+            await process.ask((*self._task, sys.path), START_TIMEOUT_S)
+        except ScoreTimeoutError as error:  # of no trajectory
+            raise RuntimeError("reward.custom_reward_function: not imported in time") from error
         return process
 
 
@@ -121,32 +124,34 @@ class ScoringProcess:
         try:
             async with asyncio.timeout(timeout_s):
                 line = await run_in_thread(self._exchange, pickle.dumps(message))
-            if not line:
-                raise RuntimeError(
-                    "the process of the reward function ended, with exit status "
-                    f"{await asyncio.to_thread(self._process.wait)}"
-                )
         except TimeoutError as error:
             self.kill()
             raise ScoreTimeoutError(f"no answer within {timeout_s:g} s") from error
         except BaseException:
             self.kill()
             raise
+        if not line:
+            self.kill()
+            status = self._process.returncode
+            raise RuntimeError(f"the process of the reward function ended, exit status {status}")
         return json.loads(line)
 
     def kill(self) -> None:
         """End it, and what it started."""
-        with suppress(ProcessLookupError):
+        if self._process.returncode is None:  # else its number may be another's by now
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            self._process.wait()
 
     def _exchange(self, message: bytes) -> bytes:
-        """Blocks until there is a line, or the end: b""."""
+        """Blocks until there is a line, or the process has ended: b""."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):  # then there is no line either
             self._process.stdin.write(message)
             self._process.stdin.flush()
-        return self._process.stdout.readline()
+        line = self._process.stdout.readline()
+        if not line:  # not reaped here, so that the group keeps its number until it is killed
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        return line
 
 
 def _kill_all(processes: list[ScoringProcess]) -> None:
