@@ -1,5 +1,6 @@
-"""The recipe examples/gsm8k_tool: its rows, its configs, and a conversation through both rewards."""
+"""The recipe examples/gsm8k_tool: its rows, its configs, and conversations with both rewards."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -54,10 +55,8 @@ def inputs(data: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
 
 
 def call(answer: str) -> str:
-    return (
-        '<tool_call>\n{"name": "calc_gsm8k_reward", "arguments": {"answer": "%s"}}\n</tool_call>'
-        % answer
-    )
+    arguments = json.dumps({"name": "calc_gsm8k_reward", "arguments": {"answer": answer}})
+    return f"<tool_call>\n{arguments}\n</tool_call>"
 
 
 async def converse(inputs: Inputs, row: dict[str, Any], *replies: str) -> Trajectory:

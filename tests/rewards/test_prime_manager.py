@@ -1,5 +1,4 @@
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import pytest
 
 from minirl.config import ConfigError, CustomRewardConfig, RewardConfig, RewardPoolConfig
 from minirl.rewards import load_reward_manager
+from minirl.rewards.prime import ScoringPool
 from minirl.types import Trajectory
 
 SOURCE = """
@@ -127,27 +127,27 @@ async def test_a_process_ends_with_its_manager(make):
     assert not psutil.pid_exists(pid)
 
 
-def test_a_hanging_process_ends_with_a_parent_that_is_killed(make, tmp_path):
+def hang(path, sender):
+    async def main():
+        pool = ScoringPool(CustomRewardConfig(path=path), {}, RewardPoolConfig())
+        first = await pool.score("", "a", None, {"num_turns": 0, "index": 0})
+        sender.send(first["pid"])
+        await pool.score("", "hang", None, {})
+
+    asyncio.run(main())
+
+
+def test_a_hanging_process_ends_with_a_parent_that_is_killed(make, tmp_path, forkserver):
     make()  # writes the file
-    script = f"""
-import asyncio, json
-from minirl.config import CustomRewardConfig, RewardPoolConfig
-from minirl.rewards.prime import ScoringPool
-pool = ScoringPool(CustomRewardConfig(path={str(tmp_path / "my_reward.py")!r}), {{}},
-                   RewardPoolConfig())
-async def main():
-    first = await pool.score("", "a", None, {{"num_turns": 0, "index": 0}})
-    print(json.dumps(first), flush=True)
-    await pool.score("", "hang", None, {{}})
-asyncio.run(main())
-"""
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-    assert parent.stdout is not None
-    child = psutil.Process(json.loads(parent.stdout.readline())["pid"])
-    while child.cpu_times().user < 0.2 or child.status() != psutil.STATUS_RUNNING:
-        time.sleep(0.01)  # until it hangs
+    receiver, sender = forkserver.Pipe(duplex=False)
+    parent = forkserver.Process(target=hang, args=(str(tmp_path / "my_reward.py"), sender))
+    parent.start()
+    child = psutil.Process(receiver.recv())
+    before = child.cpu_times().user
+    while child.cpu_times().user < before + 0.2:  # until it hangs, in C
+        time.sleep(0.01)
     parent.kill()
-    parent.wait()
+    parent.join()
     child.wait(timeout=30)
 
 

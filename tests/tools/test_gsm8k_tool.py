@@ -1,7 +1,11 @@
+from pathlib import Path
+
 import pytest
 
 from minirl.tools import load_tools
 from minirl.tools.gsm8k import Gsm8kTool
+
+RECIPE = Path(__file__).parents[2] / "examples" / "gsm8k_tool"
 
 
 async def submit(tool, *answers, truth="18"):
@@ -66,8 +70,8 @@ async def test_a_row_without_a_ground_truth(kwargs, message):
     assert not tool._submissions
 
 
-def test_the_schema_of_the_recipe_and_the_one_without_a_file_ask_for_the_same(tmp_path):
-    [shipped] = load_tools("examples/gsm8k_tool/tools.yaml").values()
+def test_the_schema_of_the_recipe_and_the_one_without_a_file_ask_for_the_same():
+    [shipped] = load_tools(RECIPE / "tools.yaml").values()
     assert isinstance(shipped, Gsm8kTool) and shipped.name == Gsm8kTool({}).name
     for tool in (shipped, Gsm8kTool({})):
         assert "'answer' is a required property" in tool.find_problem({})
