@@ -1,16 +1,15 @@
 """Reward functions: by data source, or the user's own."""
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from minirl.config import ConfigError, CustomRewardConfig, RewardConfig
+from minirl.config import ConfigError, CustomRewardConfig, RewardConfig, require
 from minirl.registry import Registry, locate, nearest, option_names
 from minirl.rewards import gsm8k
+from minirl.rewards.scoring_process import import_file
 from minirl.tools.threads import run_in_thread
 
 Score = float | Mapping[str, Any]
@@ -25,6 +24,8 @@ SCORERS.register("openai/gsm8k")(gsm8k.score_and_answer)
 SCORERS.register("calculator")(gsm8k.score_and_answer)
 
 _POSITIONAL = ("data_source", "solution_str", "ground_truth", "extra_info")
+_GIVEN = {*_POSITIONAL, *(f"{name}s" for name in _POSITIONAL)}
+"""What a manager gives, one by one or as lists."""
 
 
 def load_reward_function(config: RewardConfig) -> RewardFunction:
@@ -41,6 +42,17 @@ def load_reward_function(config: RewardConfig) -> RewardFunction:
     if inspect.iscoroutinefunction(function):
         return bound
     return partial(run_in_thread, bound)
+
+
+def require_custom(custom: CustomRewardConfig | None, manager: str) -> CustomRewardConfig:
+    """`custom`; ConfigError where it is null, and `manager` can do nothing without it."""
+    if custom is None:
+        raise ConfigError(
+            "reward.custom_reward_function: got null; the functions by data_source score one "
+            f"trajectory, at once: name your own for reward_manager={manager}, or set "
+            "reward.reward_manager=naive"
+        )
+    return custom
 
 
 def _by_data_source(options: Mapping[str, Any]) -> RewardFunction:
@@ -65,7 +77,8 @@ def _load_custom(config: CustomRewardConfig) -> Callable[..., Any]:
         except ValueError as error:
             raise ConfigError(str(error)) from error
     else:
-        module = _import_file(Path(config.path), f"{key}.path")
+        require(Path(config.path).is_file(), f"{key}.path", config.path, "no such file")
+        module = import_file(config.path)
         if not hasattr(module, config.name):
             names = [n for n, v in vars(module).items() if inspect.isfunction(v)]
             raise ConfigError(
@@ -77,24 +90,12 @@ def _load_custom(config: CustomRewardConfig) -> Callable[..., Any]:
     return function
 
 
-def _import_file(path: Path, key: str) -> Any:
-    if not path.is_file():
-        raise ConfigError(f"{key}: got {str(path)!r}; no such file")
-    name = f"minirl_custom_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # it is a .py file
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look the module up by its name
-    spec.loader.exec_module(module)
-    return module
-
-
 def _check_options(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
     known = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
-    known = [name for name in known if name not in _POSITIONAL]
+    known = [name for name in known if name not in _GIVEN]
     for key in options.keys() - set(known):
         raise ConfigError(
             f"reward.reward_kwargs.{key}: the reward function has no such parameter"

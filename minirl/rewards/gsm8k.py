@@ -1,7 +1,9 @@
 """Grade-school math: the answer is one number (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168)."""
 
 import re
+from collections.abc import Mapping
 from fractions import Fraction
+from functools import wraps
 from typing import Any, Literal
 
 MAX_CHARACTERS = 300
@@ -12,43 +14,32 @@ _STRICT = re.compile(f"#### ({_NUMBER})", re.ASCII)
 _FLEXIBLE = re.compile(_NUMBER, re.ASCII)
 
 
-def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    *,
-    method: Literal["strict", "flexible"] = "strict",
-    format_score: float = 0.0,
-    score: float = 1.0,
-) -> float:
-    """`score` for the right number, `format_score` for a wrong one, 0 when there is none.
-
-    Numbers are compared by value (`18.0` is `18`). ValueError when the ground truth is no number.
-    """
-    answer = extract_answer(solution_str, method)
-    if answer is None:
-        return 0.0
-    return score if answer == parse_number(str(ground_truth)) else format_score
-
-
 def score_and_answer(
     data_source: str,
     solution_str: str,
     ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
+    extra_info: Mapping[str, Any] | None = None,
     *,
     method: Literal["strict", "flexible"] = "strict",
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> dict[str, Any]:
-    """`compute_score` as `score`, and the answer that it found as `pred`, for majority votes."""
+    """`score` for the right number, `format_score` for a wrong one, 0 when there is none.
+
+    Beside that, as `pred`, the number that was found, for majority votes. Numbers are compared by
+    value (`18.0` is `18`). ValueError when the ground truth is no number.
+    """
     answer = extract_answer(solution_str, method)
-    options: dict[str, Any] = {"method": method, "format_score": format_score, "score": score}
-    return {
-        "score": compute_score(data_source, solution_str, ground_truth, extra_info, **options),
-        "pred": None if answer is None else str(answer),
-    }
+    if answer is None:
+        return {"score": 0.0, "pred": None}
+    is_right = answer == parse_number(str(ground_truth))
+    return {"score": score if is_right else format_score, "pred": str(answer)}
+
+
+@wraps(score_and_answer, assigned=())  # its signature: options are checked by it
+def compute_score(*arguments: Any, **options: Any) -> float:
+    """The score of `score_and_answer` alone, of the same arguments."""
+    return score_and_answer(*arguments, **options)["score"]
 
 
 def extract_answer(

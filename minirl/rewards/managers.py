@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, SupportsFloat, TypeGuard
 
-from minirl.config import ConfigError, OverlongBufferConfig, RewardConfig
-from minirl.registry import Registry, nearest, option_names
-from minirl.rewards.functions import RewardFunction, load_reward_function
+from minirl.config import OverlongBufferConfig
+from minirl.registry import Registry, nearest
+from minirl.rewards.functions import RewardFunction
 from minirl.types import Trajectory
 
 
@@ -19,28 +19,8 @@ class RewardManager(Protocol):
 
 
 REWARD_MANAGERS: Registry[Callable[..., RewardManager]] = Registry("reward manager")
-"""Made of a RewardFunction; those of `overlong_buffer` and `response_length` that are keyword-only
-parameters are given too."""
-
-
-def load_reward_manager(config: RewardConfig, *, response_length: int) -> RewardManager:
-    """The manager of reward.reward_manager, with its reward function; ConfigError names the key.
-
-    `response_length` is the limit in tokens (rollout.response_length).
-    """
-    try:
-        manager = REWARD_MANAGERS.find(config.reward_manager)
-    except ValueError as error:
-        raise ConfigError(f"reward.reward_manager: {error}") from error
-    known = option_names(manager)
-    if config.overlong_buffer and "overlong_buffer" not in known:
-        raise ConfigError(
-            f"reward.overlong_buffer: reward_manager={config.reward_manager} has no such penalty; "
-            "set reward.reward_manager=dapo, or reward.overlong_buffer=null"
-        )
-    given = {"overlong_buffer": config.overlong_buffer, "response_length": response_length}
-    options = {name: value for name, value in given.items() if name in known}
-    return manager(load_reward_function(config), **options)
+"""Made of a RewardFunction, and of what minirl/rewards/load.py has under the names of their
+keyword-only parameters."""
 
 
 @REWARD_MANAGERS.register("naive")
@@ -55,28 +35,10 @@ class NaiveRewardManager:
     ) -> None:
         """Score `solution_str`, the text of the response, against the row's ground truth.
 
-        Of a mapping, `score` is the reward, `pred` what the solution says in the end, and every
-        other number goes into the breakdown.
         ValueError when there is no finite score; what the reward function raises passes through.
         """
-        result = await self.compute_score(
-            row.get("data_source") or "",
-            solution_str,
-            (row.get("reward_model") or {}).get("ground_truth"),
-            row.get("extra_info") or {},
-        )
-        details = dict(result) if isinstance(result, Mapping) else {"score": result}
-        reward = details.pop("score", None)
-        if not _is_number(reward) or not math.isfinite(reward):
-            raise ValueError(
-                f"the reward function returned {result!r}; expected a finite number, or a mapping "
-                "with one as `score`"
-            )
-        answer = details.pop("pred", None)
-        trajectory.answer = None if answer is None else str(answer)
-        trajectory.reward = float(reward)
-        numbers = {key: float(value) for key, value in details.items() if _is_number(value)}
-        trajectory.reward_breakdown.update(numbers)
+        arguments = score_arguments(trajectory, row, solution_str)
+        record_score(trajectory, await self.compute_score(*arguments))
 
 
 @REWARD_MANAGERS.register("dapo")
@@ -112,6 +74,45 @@ class DapoRewardManager(NaiveRewardManager):
             penalty = max(0.0, exceeding / buffer.len * buffer.penalty_factor)
             trajectory.reward_breakdown["overlong_reward"] = -penalty
             trajectory.reward -= penalty
+
+
+def score_arguments(
+    trajectory: Trajectory, row: Mapping[str, Any], solution_str: str
+) -> tuple[str, str, Any, dict[str, Any]]:
+    """(data_source, solution_str, ground_truth, extra_info) for the reward function.
+
+    extra_info is the row's and three facts of the trajectory: `num_turns` (turns that the policy
+    took), `num_tool_calls` (calls that a tool answered: malformed and failed ones do not count) and
+    `response_length` (tokens of all turns and observations).
+    """
+    facts = {
+        "num_turns": trajectory.num_turns,
+        "num_tool_calls": sum(call.status == "ok" for call in trajectory.tool_calls),
+        "response_length": len(trajectory.response_ids),
+    }
+    ground_truth = (row.get("reward_model") or {}).get("ground_truth")
+    extra_info = {**(row.get("extra_info") or {}), **facts}
+    return row.get("data_source") or "", solution_str, ground_truth, extra_info
+
+
+def record_score(trajectory: Trajectory, result: Any) -> None:
+    """Set the reward of a trajectory to what the reward function returned.
+
+    Of a mapping, `score` is the reward, `pred` what the solution says in the end, and every other
+    number goes into the breakdown. ValueError when there is no finite score.
+    """
+    details = dict(result) if isinstance(result, Mapping) else {"score": result}
+    reward = details.pop("score", None)
+    if not _is_number(reward) or not math.isfinite(reward):
+        raise ValueError(
+            f"the reward function returned {result!r}; expected a finite number, or a mapping "
+            "with one as `score`"
+        )
+    answer = details.pop("pred", None)
+    trajectory.answer = None if answer is None else str(answer)
+    trajectory.reward = float(reward)
+    numbers = {key: float(value) for key, value in details.items() if _is_number(value)}
+    trajectory.reward_breakdown.update(numbers)
 
 
 def reward_number(trajectory: Trajectory, name: str) -> float:

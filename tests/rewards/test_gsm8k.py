@@ -1,6 +1,7 @@
 import pytest
 
-from minirl.rewards.gsm8k import compute_score
+from minirl.registry import option_names
+from minirl.rewards.gsm8k import compute_score, score_and_answer
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,9 @@ def test_score_is_an_option_and_format_is_worth_nothing_by_default():
 def test_a_ground_truth_without_a_number_is_an_error():
     with pytest.raises(ValueError, match=r"reward_model.ground_truth: got 'three'"):
         compute_score("x", "#### 3", "three")
+
+
+def test_the_two_functions_agree_and_have_the_same_options():
+    assert score_and_answer("x", "#### 4", "3", format_score=0.5) == {"score": 0.5, "pred": "4"}
+    assert compute_score("x", "#### 4", "3", format_score=0.5) == 0.5
+    assert option_names(compute_score) == {"method", "format_score", "score"}

@@ -2,7 +2,7 @@ import pytest
 
 from minirl.config import ConfigError, RewardConfig
 from minirl.rewards import NaiveRewardManager, load_reward_manager, token_rewards
-from minirl.types import TokenOutput, Trajectory
+from minirl.types import TokenOutput, ToolCallRecord, Trajectory
 
 ROW = {
     "data_source": "calculator",
@@ -49,6 +49,24 @@ async def test_a_mapping_is_a_score_and_numbers_to_log():
     assert trajectory.reward == 1.0
     assert trajectory.reward_breakdown == {"tool/a": 1.0, "acc": 1.0, "length": 3.0}
     assert trajectory.answer == "4"
+
+
+async def test_the_reward_function_sees_facts_of_the_trajectory():
+    seen = {}
+
+    async def compute_score(data_source, solution_str, ground_truth, extra_info):
+        seen.update(extra_info)
+        return 0.0
+
+    trajectory = conversation((2, 0.0), (3, 0.0))
+    trajectory.tool_calls = [
+        ToolCallRecord(turn=0, name="x", arguments="", result="", status=status)
+        for status in ("ok", "malformed", "ok", "timeout")
+    ]
+    row = {**ROW, "extra_info": {"index": 7, "num_turns": "the row's"}}
+    await NaiveRewardManager(compute_score)(trajectory, row, "")
+    assert seen == {"index": 7, "num_turns": 2, "num_tool_calls": 2, "response_length": 7}
+    assert row["extra_info"] == {"index": 7, "num_turns": "the row's"}
 
 
 @pytest.mark.parametrize("value", [None, "1.0", {"acc": 1}, float("nan"), {"score": float("inf")}])
