@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from minirl.config import ConfigError, CustomRewardConfig, RewardConfig, require
@@ -78,7 +79,14 @@ def _load_custom(config: CustomRewardConfig) -> Callable[..., Any]:
             raise ConfigError(str(error)) from error
     else:
         require(Path(config.path).is_file(), f"{key}.path", config.path, "no such file")
-        module = import_file(config.path)
+        try:
+            module = import_file(config.path)
+        except Exception as error:  # of the user's file, whatever it is
+            line = getattr(error, "lineno", None) or extract_tb(error.__traceback__)[-1].lineno
+            raise ConfigError(
+                f"{key}.path: {config.path} cannot be imported: line {line}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         if not hasattr(module, config.name):
             names = [n for n, v in vars(module).items() if inspect.isfunction(v)]
             raise ConfigError(

@@ -46,6 +46,23 @@ async def test_functions_of_a_module():
     assert await coroutine(*ROW) == {"score": 1, "bonus": 2, "index": 7}
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def compute_score(:", "line 1: SyntaxError: invalid syntax"),
+        ("\nimport no_such_module\n", "line 2: ModuleNotFoundError: No module named 'no_such"),
+    ],
+)
+def test_a_file_that_cannot_be_imported(tmp_path, source, message):
+    path = tmp_path / "broken_reward.py"
+    path.write_text(source)
+    with pytest.raises(
+        ConfigError, match=r"function\.path: .*broken_reward.py cannot be"
+    ) as caught:
+        load_reward_function(custom(path))
+    assert message in str(caught.value)
+
+
 async def test_function_of_a_file(tmp_path):
     path = tmp_path / "my_reward.py"
     path.write_text(

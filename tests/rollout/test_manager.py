@@ -3,7 +3,7 @@ import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -475,11 +475,8 @@ async def test_every_mode_gives_the_same_trajectories(open_rollout: Opener) -> N
 
 async def test_sync_has_a_barrier_before_and_after_every_turn(open_rollout: Opener) -> None:
     lines, _ = await run_mode(open_rollout, "sync")
-    expected: list[str] = []
-    for turn, running in enumerate([4, 3, 2, 1]):  # one conversation ends with each turn
-        expected += [f"g{turn} begins"] * running + [f"g{turn} ends"] * running
-        expected += ["t begins"] * (running - 1) + ["t ends"] * (running - 1)
-    assert lines == expected
+    phases = [phase for phase, _ in groupby(line.split()[0] for line in lines)]
+    assert phases == ["g0", "t", "g1", "t", "g2", "t", "g3"]
 
 
 async def test_serial_runs_one_conversation_after_another(open_rollout: Opener) -> None:
@@ -493,8 +490,24 @@ async def test_serial_runs_one_conversation_after_another(open_rollout: Opener) 
 
 
 async def test_async_waits_for_nobody(open_rollout: Opener) -> None:
-    lines, _ = await run_mode(open_rollout, "async")
-    assert lines.index("t begins") < lines.index("g0 ends", lines.index("g0 ends") + 2)
+    """The first turn of one conversation ends after another one has called its tool."""
+    called = asyncio.Event()
+
+    async def reply(request_id: str, turn: int, prompt_ids: list[int]) -> str:
+        number = question(prompt_ids)
+        if number == "0":
+            await called.wait()
+        return CALL if number == "1" and turn == 0 else f"#### {number}"
+
+    class Calculator(CalculatorTool):
+        async def execute(self, *args: Any, **kwargs: Any) -> Any:
+            called.set()
+            return await super().execute(*args, **kwargs)
+
+    async with open_rollout(reply, tools=[Calculator({})]) as rollout:
+        rows = prompts(2, agent_name="tool_agent")
+        trajectories = await rollout.manager.generate_sequences(rows, step=1)
+    assert [t.num_turns for t in trajectories] == [1, 2]
 
 
 @pytest.mark.parametrize("mode", ["sync", "serial"])
