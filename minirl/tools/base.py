@@ -78,6 +78,9 @@ class BaseTool:
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
         """Drop the state of one trajectory."""
 
+    async def aclose(self) -> None:
+        """Drop what all trajectories share; called at the end of the run."""
+
     def find_problem(self, arguments: dict[str, Any]) -> str | None:
         """What is wrong with the arguments of a call, in words; None = they fit the schema."""
         error = best_match(self._validator.iter_errors(arguments))
