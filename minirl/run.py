@@ -30,7 +30,7 @@ from minirl.rollout.server import (
 )
 from minirl.rollout.weight_sync import WeightSync
 from minirl.rollout.worker import LocalWorker, Workers
-from minirl.rollout.worker_pool import open_pool
+from minirl.rollout.worker_pool import begin_imports, open_pool
 from minirl.trainer.critic import CriticTrainer
 from minirl.trainer.policy import PolicyTrainer, ReferencePolicy
 
@@ -72,6 +72,8 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
     is_main = int(os.environ.get("RANK", 0)) == 0
     disable_progress_bar()
     inputs = read_inputs(config, training=training) if is_main else None
+    if is_main and config.rollout.agent.num_workers:
+        begin_imports()
     on_trainer = TrainerThread()
     async with AsyncExitStack() as stack:
         world = stack.enter_context(distributed(config))

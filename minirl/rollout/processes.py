@@ -26,20 +26,19 @@ def main_module_stays_here() -> Iterator[None]:
             setattr(main, name, value)
 
 
-def end_with_parent(parent_pid: int, grace_s: float) -> None:
-    """From now on this process gets SIGTERM when its parent is gone, however that ended, and
-    SIGKILL `grace_s` seconds later."""
+def end_with(pid: int, grace_s: float) -> None:
+    """From now on this process gets SIGTERM when the process `pid` is gone, however that ended,
+    and SIGKILL `grace_s` seconds later."""
 
     def wait() -> None:
         try:
-            parent = os.pidfd_open(parent_pid)
+            other = os.pidfd_open(pid)
         except ProcessLookupError:
             pass  # gone already
         else:
-            if os.getppid() == parent_pid:  # else it is gone, and its number was given again
-                select.select([parent], [], [])
+            select.select([other], [], [])
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(grace_s)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=wait, name="end with parent", daemon=True).start()
+    threading.Thread(target=wait, name=f"end with {pid}", daemon=True).start()

@@ -253,7 +253,8 @@ class ServerClient:
     async def __aenter__(self) -> Self:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         _unlimited(self._socket)
-        self._socket.setsockopt(zmq.IDENTITY, self._caller)
+        if self._caller:
+            self._socket.setsockopt(zmq.IDENTITY, self._caller)
         self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(self.address)
         self._connection = asyncio.create_task(self._receive())

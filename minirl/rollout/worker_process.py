@@ -20,7 +20,7 @@ import uvloop
 from minirl.config import Config
 from minirl.rollout.modes import Pace
 from minirl.rollout.parts import load_parts, make_router
-from minirl.rollout.processes import end_with_parent
+from minirl.rollout.processes import end_with
 from minirl.rollout.server import ServerClient, ServerService
 from minirl.rollout.wire import to_wire
 from minirl.rollout.worker import LocalWorker, SampleRequest, WorkerStats, loop_lag
@@ -45,14 +45,14 @@ class WorkerSpec:
     """Where it is to be reached."""
     engine_addresses: list[str]
     log_file: Path
-    parent_pid: int
+    rank_0_pid: int
 
 
 def serve_worker(spec: WorkerSpec) -> None:
-    """Serve until SIGTERM, or until the parent is gone."""
+    """Serve until SIGTERM, or until rank 0 is gone."""
     _print_to(spec.log_file)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent says when to end
-    end_with_parent(spec.parent_pid, CLOSE_S)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; rank 0 says when to end
+    end_with(spec.rank_0_pid, CLOSE_S)
     uvloop.run(_serve(spec, _collect_logs()))
 
 
