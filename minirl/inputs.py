@@ -1,15 +1,18 @@
 """What the user gives: read and checked on rank 0 in seconds, before an engine starts."""
 
+import importlib.util
+import sys
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from minirl.agent_loop import TOOL_PARSERS
+from minirl.agent_loop import AGENT_LOOPS, TOOL_PARSERS
 from minirl.agent_loop.interaction import check_interaction
 from minirl.chat import ChatTemplateError
 from minirl.checks import check_algorithms
 from minirl.config import Config, ConfigError, require
 from minirl.data import Row, filter_overlong, load_rows
-from minirl.rewards import SCORERS
+from minirl.rewards import REWARD_MANAGERS, SCORERS
 from minirl.rollout.modes import MODES
 from minirl.rollout.parts import AgentParts, check_agent_loop, load_parts, named, schemas
 from minirl.rollout.server import SERVERS
@@ -26,6 +29,8 @@ class Inputs(AgentParts):
 
     train_rows: list[Row]
     val_rows: list[Row]
+    modules: list[str]
+    """In which the components are registered that config and rows name."""
 
 
 def read_inputs(config: Config, *, training: bool = True) -> Inputs:
@@ -50,7 +55,12 @@ def read_inputs(config: Config, *, training: bool = True) -> Inputs:
         files.train_batch_size,
         f"data.train_files have only {len(train_rows)} rows that can be used",
     )
-    return Inputs(**vars(parts), train_rows=train_rows, val_rows=val_rows)
+    return Inputs(
+        **vars(parts),
+        train_rows=train_rows,
+        val_rows=val_rows,
+        modules=_modules(config, parts, train_rows + val_rows),
+    )
 
 
 def _check_names(config: Config) -> None:
@@ -63,6 +73,33 @@ def _check_names(config: Config) -> None:
     named("rollout.mode", MODES.find, config.rollout.mode)
     named("rollout.multi_turn.format", TOOL_PARSERS.find, config.rollout.multi_turn.format)
     check_trackers(config.trainer.logger)
+
+
+def _modules(config: Config, parts: AgentParts, rows: list[Row]) -> list[str]:
+    """Which modules agent-loop workers must import to know every registered name in use.
+
+    A module that was loaded from a file (reward.custom_reward_function.path) is loaded so there.
+    """
+    loops = {row.get("agent_name") or config.rollout.agent.default_agent_loop for row in rows}
+    components: list[Any] = [AGENT_LOOPS.find(name) for name in loops - parts.agent_loops.keys()]
+    components.append(TOOL_PARSERS.find(config.rollout.multi_turn.format))
+    components.append(REWARD_MANAGERS.find(config.reward.reward_manager))
+    if config.reward.custom_reward_function is None:
+        components += [SCORERS.find(name) for name in {row["data_source"] for row in rows}]
+    modules = {component.__module__ for component in components}
+    require(
+        "__main__" not in modules or not config.rollout.agent.num_workers,
+        "rollout.agent.num_workers",
+        config.rollout.agent.num_workers,
+        "the main program registers a component, and worker processes do not run it; move the "
+        "component to a module that it imports, or set 0",
+    )
+    return sorted(name for name in modules if name in sys.modules and _has_spec(name))
+
+
+def _has_spec(name: str) -> bool:
+    """Whether the module can be imported by its name, here and in another process."""
+    return name != "__main__" and importlib.util.find_spec(name) is not None
 
 
 def _read_rows(config: Config, parts: AgentParts, key: str, files: list[str]) -> list[Row]:

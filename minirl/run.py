@@ -166,7 +166,8 @@ async def _connect(
     workers: Workers
     if config.rollout.agent.num_workers:
         assert SOCKETS.path is not None
-        workers = await stack.enter_async_context(open_pool(config, clients, SOCKETS.path))
+        pool = open_pool(config, clients, SOCKETS.path, inputs.modules)
+        workers = await stack.enter_async_context(pool)
     else:
         router = make_router(config.rollout.agent, clients)
         pace = MODES.find(config.rollout.mode)(router)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from typing import Any
+from uuid import UUID
 
 import msgspec
 import numpy as np
@@ -36,8 +37,9 @@ EXTENSIONS: dict[int, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] =
     5: (time, time.isoformat, time.fromisoformat),
     6: (timedelta, lambda t: [t.days, t.seconds, t.microseconds], lambda parts: timedelta(*parts)),
     7: (Decimal, str, Decimal),
-    8: (np.ndarray, _array_parts, _make_array),
-    9: (np.generic, lambda n: _array_parts(np.asarray(n)), lambda parts: _make_array(parts)[()]),
+    8: (UUID, str, UUID),
+    9: (np.ndarray, _array_parts, _make_array),
+    10: (np.generic, lambda n: _array_parts(np.asarray(n)), lambda parts: _make_array(parts)[()]),
 }
 """Type, what it is taken apart with, and what makes it again."""
 CODES = {kind: code for code, (kind, _, _) in EXTENSIONS.items()}
@@ -56,7 +58,7 @@ def to_wire(value: Any, place: str) -> Any:
     if code is None or (isinstance(value, np.ndarray) and value.dtype.kind in "OV"):
         raise ConfigError(
             f"{place}: got {value!r} of type {kind.__module__}.{kind.__qualname__}, which cannot "
-            "be sent to an agent-loop worker; use a plain type, or rollout.agent.num_workers=0"
+            "be sent to an agent-loop worker; use a plain type or set rollout.agent.num_workers=0"
         )
     parts = to_wire(EXTENSIONS[code][1](value), place)
     return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(parts))

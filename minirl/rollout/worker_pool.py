@@ -33,6 +33,7 @@ MAX_DEATHS = 3
 """Of all workers within DEATHS_WINDOW_S; one more ends the run. Also the number of times that a
 request is begun again."""
 DEATHS_WINDOW_S = 60.0
+NEWS_INTERVAL_S = 1.0
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 """Imports what a worker needs once: seconds and hundreds of MB less per worker than `spawn`. It
@@ -101,8 +102,15 @@ class WorkerPool:
     whichever is free.
     """
 
-    def __init__(self, config: Config, engines: Sequence[ServerClient], folder: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        engines: Sequence[ServerClient],
+        folder: Path,
+        modules: Sequence[str],
+    ) -> None:
         self._config = config
+        self._modules = list(modules)
         self._engines = engines
         self._folder = folder
         logs = config.trainer.run_dir / "logs"
@@ -176,6 +184,7 @@ class WorkerPool:
             name=name,
             address=f"ipc://{self._folder / name}",
             engine_addresses=[engine.address for engine in self._engines],
+            modules=self._modules,
             log_file=slot.log_file,
             rank_0_pid=os.getpid(),
         )
@@ -188,6 +197,7 @@ class WorkerPool:
             slot.client, slot.was_ready = client, True
             self._change.set()
             while True:
+                await asyncio.sleep(NEWS_INTERVAL_S)
                 with WAITS.on(f"{client.name}, whose event loop is blocked"):
                     news = await client.call("news", list[tuple[int, str]])
                 for level, words in news:
@@ -208,8 +218,8 @@ class WorkerPool:
             self._deaths.popleft()
         if len(self._deaths) > MAX_DEATHS:
             raise WorkerLostError(
-                f"{reason}; it is the {len(self._deaths)}th such death within "
-                f"{DEATHS_WINDOW_S:g} s; see {slot.log_file}"
+                f"{reason}, and {len(self._deaths)} deaths of workers within {DEATHS_WINDOW_S:g} s "
+                f"are too many; see {slot.log_file}"
             )
         logger.warning("%s; it is started again, and so are its requests", reason)
 
@@ -237,15 +247,16 @@ class WorkerPool:
 
 @asynccontextmanager
 async def open_pool(
-    config: Config, engines: Sequence[ServerClient], folder: Path
+    config: Config, engines: Sequence[ServerClient], folder: Path, modules: Sequence[str] = ()
 ) -> AsyncIterator[WorkerPool]:
     """rollout.agent.num_workers processes, ready; their sockets are made in `folder`.
 
+    They import `modules` first, in which components are registered that config and rows name.
     WorkerLostError, in the end or at once, when they cannot be kept alive.
     """
     begin_imports()
     await _imports_done()
-    pool = WorkerPool(config, engines, folder)
+    pool = WorkerPool(config, engines, folder, modules)
     async with asyncio.TaskGroup() as tasks:
         keepers = [tasks.create_task(pool.keep(slot)) for slot in pool.slots]
         try:
@@ -276,8 +287,13 @@ async def _process(spec: WorkerSpec) -> AsyncIterator[tuple[Any, asyncio.Event]]
             logger.warning("%s did not end within %g s and is killed", spec.name, CLOSE_S)
         finally:
             loop.remove_reader(process.sentinel)
-            process.kill()
-            process.join()
+            _end_now(process, spec)
+
+
+def _end_now(process: Any, spec: WorkerSpec) -> None:
+    process.kill()
+    process.join()
+    Path(spec.address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 def _ended(exit_code: int) -> str:

@@ -5,6 +5,7 @@ loop and its own connections to the engines, and runs AgentLoopWorker unchanged.
 """
 
 import asyncio
+import importlib
 import logging
 import os
 import signal
@@ -30,7 +31,6 @@ from minirl.waits import WAITS
 METHODS = ("begin", "run", "stats", "news")
 CLOSE_S = 5.0
 """For tools to be closed in order; then the process is killed."""
-NEWS_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,8 @@ class WorkerSpec:
     address: str
     """Where it is to be reached."""
     engine_addresses: list[str]
+    modules: list[str]
+    """To import, for what they register."""
     log_file: Path
     rank_0_pid: int
 
@@ -98,8 +100,7 @@ class ServedWorker:
         return replace(await self._worker.stats(), loop_lag_max_s=max(self._lag))
 
     async def news(self) -> list[tuple[int, str]]:
-        """Warnings and errors, after a moment; that it answers says that its event loop is free."""
-        await asyncio.sleep(NEWS_INTERVAL_S)
+        """Warnings and errors; that it answers at all says that its event loop is free."""
         return self._news.take()
 
 
@@ -107,6 +108,8 @@ async def _serve(spec: WorkerSpec, news: News) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     config = spec.config
+    for module in spec.modules:
+        importlib.import_module(module)
     async with AsyncExitStack() as stack:
         parts = load_parts(config)
         for tool in parts.tools.values():

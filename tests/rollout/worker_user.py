@@ -1,8 +1,10 @@
 """What a user writes, for worker processes to import: a loop, a tool, a reward."""
 
 import asyncio
+import logging
 import os
-import signal
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -42,15 +44,18 @@ class EchoTool(BaseTool):
         self.note("release")
 
     async def aclose(self) -> None:
+        self.note("vllm" if "vllm" in sys.modules else "no vllm")
         self.note("aclose")
 
 
 class UserLoop(ToolAgentLoop):
-    """The tool agent; a row may plant an error, or the death of the process."""
+    """The tool agent; a row may plant an error, a warning, or a wait that blocks all."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
-        if row.get("kills"):
-            os.kill(os.getpid(), signal.SIGKILL)
+        if row.get("warns"):
+            logging.getLogger("minirl.user").warning("look at %s", row["uid"])
+        if row.get("blocks"):
+            time.sleep(1)  # noqa: ASYNC251
         if row.get("fails"):
             raise ZeroDivisionError(f"planted in {row['uid']}")
         result = await super().run(sampling_params, **row)
@@ -62,4 +67,4 @@ def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
 ) -> float:
     """Whether the row came with its types."""
-    return float(solution_str.endswith("<|im_end|>")) * len(repr(ground_truth))
+    return len(repr(ground_truth)) if "####" in solution_str else 0.0
