@@ -25,7 +25,8 @@ VALUES: list[Any] = [
     [1, [None, "a"]], {"a": {"b": None}, 3: []}, (), (1, ("a", [date(2024, 2, 29)])),
     datetime(2024, 2, 29, 12, 30, 1, 5), datetime(2024, 1, 1, tzinfo=UTC),
     datetime(2024, 1, 1, tzinfo=timezone(timedelta(hours=-5))),
-    date(2024, 2, 29), time(23, 59, 1, 7), timedelta(days=-3, microseconds=1), Decimal("1.500"), UUID(int=5),
+    date(2024, 2, 29), time(23, 59, 1, 7), timedelta(days=-3, microseconds=1),
+    Decimal("1.500"), UUID(int=5),
     np.float32(0.1), np.float64(0.1), np.int64(-5), np.bool_(True), np.str_("ab"),
 ]  # fmt: skip
 
