@@ -41,7 +41,7 @@ async def test_a_run_with_workers_is_the_same_run(project: Path) -> None:
     assert len({t.reward for t in trajectories}) == 2
     assert SOCKETS.path and not SOCKETS.path.exists()
     run_dir = make_config(project, "run").trainer.run_dir
-    assert (run_dir / "logs" / "worker_0.log").exists()  # noqa: ASYNC240
+    assert (run_dir / "logs" / "worker_0.log").exists()
 
 
 def test_a_value_that_cannot_be_sent_is_refused_at_start(
