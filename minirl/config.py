@@ -285,10 +285,10 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.num_workers == 0,
+            self.num_workers >= 0,
             "rollout.agent.num_workers",
             self.num_workers,
-            "only 0 (agent loops inside rank 0) is built so far",
+            "a number of processes, or 0 for the event loop of rank 0",
         )
         _positive("rollout.agent", self, "max_sticky_sessions")
         require(
@@ -389,6 +389,12 @@ class RolloutConfig:
         require(0 <= self.min_p < 1, "rollout.min_p", self.min_p, "0 <= min_p < 1")
         _share("rollout", self, "max_failure_fraction")
         require(self.max_retries >= 0, "rollout.max_retries", self.max_retries, "0 or more")
+        require(
+            self.mode == "async" or self.agent.num_workers == 0,
+            "rollout.agent.num_workers",
+            self.agent.num_workers,
+            f"rollout.mode={self.mode} runs in rank 0 only; set 0, or rollout.mode=async",
+        )
         require(self.trace >= -1, "rollout.trace", self.trace, "a number, or -1 for all")
         require(
             0 < self.gpu_memory_utilization < 1,

@@ -1,48 +1,36 @@
 """What the user gives: read and checked on rank 0 in seconds, before an engine starts."""
 
-from collections.abc import Callable
+import importlib.util
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from minirl.agent_loop import (
-    AGENT_LOOPS,
-    TOOL_PARSERS,
-    Interaction,
-    load_agent_loops,
-    load_interactions,
-)
-from minirl.agent_loop.base import AgentLoopFactory
+from minirl.agent_loop import AGENT_LOOPS, TOOL_PARSERS
 from minirl.agent_loop.interaction import check_interaction
-from minirl.chat import ChatBuilder, ChatTemplateError
+from minirl.chat import ChatTemplateError
 from minirl.checks import check_algorithms
-from minirl.config import Config, ConfigError, ModelConfig, require
+from minirl.config import Config, ConfigError, require
 from minirl.data import Row, filter_overlong, load_rows
-from minirl.rewards import SCORERS, RewardManager, load_reward_manager
+from minirl.rewards import REWARD_MANAGERS, SCORERS
 from minirl.rollout.modes import MODES
+from minirl.rollout.parts import AgentParts, check_agent_loop, load_parts, named, schemas
 from minirl.rollout.server import SERVERS
 from minirl.rollout.transformers_server import check_transformers
 from minirl.rollout.vllm_server import check_vllm
-from minirl.tools import BaseTool, load_tools
+from minirl.rollout.wire import to_wire
 from minirl.tracking import check_trackers
 from minirl.trainer.policy import check_config
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class Inputs(AgentParts):
     """Checked and ready."""
 
-    tokenizer: Any
-    chat: ChatBuilder
-    tools: dict[str, BaseTool]
-    agent_loops: dict[str, AgentLoopFactory]
-    interactions: dict[str, Interaction]
-    """Of rollout.agent.agent_loop_config_path."""
-    reward_manager: RewardManager
     train_rows: list[Row]
     val_rows: list[Row]
+    modules: list[str]
+    """In which the components are registered that config and rows name."""
 
 
 def read_inputs(config: Config, *, training: bool = True) -> Inputs:
@@ -51,25 +39,13 @@ def read_inputs(config: Config, *, training: bool = True) -> Inputs:
     Raises:
         ConfigError: place, value and remedy of the first thing that cannot be used.
     """
-    agent, files = config.rollout.agent, config.data
+    files = config.data
     _check_names(config)
     check_config(config)
     if training:
         check_algorithms(config)
-    reward_manager = load_reward_manager(
-        config.reward, response_length=config.rollout.response_length
-    )
-    agent_loops = load_agent_loops(path) if (path := agent.agent_loop_config_path) else {}
-    _check_agent_loop("rollout.agent.default_agent_loop", agent.default_agent_loop, agent_loops)
-    tools = load_tools(path) if (path := config.rollout.multi_turn.tool_config_path) else {}
-    interactions = (
-        load_interactions(path)
-        if (path := config.rollout.multi_turn.interaction_config_path)
-        else {}
-    )
-    tokenizer = _load_tokenizer(config.model)
-    chat = _certified_chat(config, tokenizer, tools)
-    read = partial(_read_rows, config, chat, tools, agent_loops, interactions)
+    parts = load_parts(config)
+    read = partial(_read_rows, config, parts)
     train_rows = read("data.train_files", files.train_files) if training else []
     need_val = files.val_files or not training
     val_rows = read("data.val_files", files.val_files) if need_val else []
@@ -80,99 +56,74 @@ def read_inputs(config: Config, *, training: bool = True) -> Inputs:
         f"data.train_files have only {len(train_rows)} rows that can be used",
     )
     return Inputs(
-        tokenizer=tokenizer,
-        chat=chat,
-        tools=tools,
-        agent_loops=agent_loops,
-        interactions=interactions,
-        reward_manager=reward_manager,
+        **vars(parts),
         train_rows=train_rows,
         val_rows=val_rows,
+        modules=_modules(config, parts, train_rows + val_rows),
     )
 
 
 def _check_names(config: Config) -> None:
     """Every component that the config names exists; check_algorithms looks at the algorithm's."""
-    _named("rollout.name", SERVERS.find, config.rollout.name)
+    named("rollout.name", SERVERS.find, config.rollout.name)
     if config.rollout.name == "vllm":
         check_vllm()
     if config.rollout.name == "transformers":
         check_transformers(config.rollout)
-    _named("rollout.mode", MODES.find, config.rollout.mode)
-    _named("rollout.multi_turn.format", TOOL_PARSERS.find, config.rollout.multi_turn.format)
+    named("rollout.mode", MODES.find, config.rollout.mode)
+    named("rollout.multi_turn.format", TOOL_PARSERS.find, config.rollout.multi_turn.format)
     check_trackers(config.trainer.logger)
 
 
-def _named(key: str, find: Callable[..., Any], *arguments: Any) -> None:
-    try:
-        find(*arguments)
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from error
+def _modules(config: Config, parts: AgentParts, rows: list[Row]) -> list[str]:
+    """Which modules agent-loop workers must import to know every registered name in use.
+
+    A module that was loaded from a file (reward.custom_reward_function.path) is loaded so there.
+    """
+    loops = {row.get("agent_name") or config.rollout.agent.default_agent_loop for row in rows}
+    components: list[Any] = [AGENT_LOOPS.find(name) for name in loops - parts.agent_loops.keys()]
+    components.append(TOOL_PARSERS.find(config.rollout.multi_turn.format))
+    components.append(REWARD_MANAGERS.find(config.reward.reward_manager))
+    if config.reward.custom_reward_function is None:
+        components += [SCORERS.find(name) for name in {row["data_source"] for row in rows}]
+    modules = {component.__module__ for component in components}
+    require(
+        "__main__" not in modules or not config.rollout.agent.num_workers,
+        "rollout.agent.num_workers",
+        config.rollout.agent.num_workers,
+        "the main program registers a component, and worker processes do not run it; move the "
+        "component to a module that it imports, or set 0",
+    )
+    return sorted(name for name in modules if name in sys.modules and _has_spec(name))
 
 
-def _check_agent_loop(key: str, name: str, agent_loops: dict[str, AgentLoopFactory]) -> None:
-    if name not in agent_loops:
-        _named(key, AGENT_LOOPS.find, name)
+def _has_spec(name: str) -> bool:
+    """Whether the module can be imported by its name, here and in another process."""
+    return name != "__main__" and importlib.util.find_spec(name) is not None
 
 
-def _load_tokenizer(model: ModelConfig) -> Any:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            model.path, trust_remote_code=model.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"model.path: the tokenizer of {model.path!r} cannot be read: {reason}"
-        ) from error
-    # transformers makes an empty one where the folder has no files of a tokenizer
-    remedy = "which has no tokenizer; save it there with save_pretrained"
-    require(bool(tokenizer.encode("a")), "model.path", model.path, remedy)
-    return tokenizer
-
-
-def _certified_chat(config: Config, tokenizer: Any, tools: dict[str, BaseTool]) -> ChatBuilder:
-    try:
-        chat = ChatBuilder(tokenizer, chat_template=config.model.chat_template)
-        if tools:
-            chat.certify(_schemas(tools))
-    except ChatTemplateError as error:
-        key = "model.chat_template" if config.model.chat_template else "model.path"
-        raise ConfigError(f"{key}: the chat template cannot be used: {error}") from error
-    return chat
-
-
-def _schemas(tools: dict[str, BaseTool]) -> list[dict[str, Any]] | None:
-    return [tool.tool_schema for tool in tools.values()] or None
-
-
-def _read_rows(
-    config: Config,
-    chat: ChatBuilder,
-    tools: dict[str, BaseTool],
-    agent_loops: dict[str, AgentLoopFactory],
-    interactions: dict[str, Interaction],
-    key: str,
-    files: list[str],
-) -> list[Row]:
+def _read_rows(config: Config, parts: AgentParts, key: str, files: list[str]) -> list[Row]:
     require(bool(files), key, files, "name at least one .parquet or .jsonl file")
     rows = []
     for file in files:
         for number, row in enumerate(load_rows([file])):
             place = f"{file}: row {number}, column"
             if name := row.get("agent_name"):
-                _check_agent_loop(f"{place} agent_name", name, agent_loops)
+                check_agent_loop(f"{place} agent_name", name, parts.agent_loops)
             user = ((row.get("extra_info") or {}).get("interaction_kwargs") or {}).get("name")
             if user is not None:
                 column = f"{place} extra_info.interaction_kwargs.name"
-                _named(column, check_interaction, user, interactions)
+                named(column, check_interaction, user, parts.interactions)
             if config.reward.custom_reward_function is None:
-                _named(f"{place} data_source", SCORERS.find, row.get("data_source") or "")
+                named(f"{place} data_source", SCORERS.find, row.get("data_source") or "")
+            if config.rollout.agent.num_workers:
+                for column, value in row.items():
+                    to_wire(value, f"{place} {column}")
             rows.append(row)
 
     def count_tokens(row: Row) -> int:
         try:
-            return len(chat.prompt(row["prompt"], _schemas(tools)))
+            return len(parts.chat.prompt(row["prompt"], schemas(parts.tools)))
         except ChatTemplateError as error:
             problem = f"prompt {row['prompt']!r} cannot be rendered: {error}"
             raise ConfigError(f"{key}: {problem}") from error

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from minirl.agent_loop import AgentLoopContext
 from minirl.config import Config
 from minirl.distributed import Dist, distributed
 from minirl.inputs import Inputs, read_inputs
 from minirl.launch import SOCKETS, TrainerThread
-from minirl.rollout.client import AsyncLLMServerManager
 from minirl.rollout.manager import AgentLoopManager
 from minirl.rollout.modes import MODES
+from minirl.rollout.parts import make_router
 from minirl.rollout.server import (
     SERVERS,
     AsyncServerBase,
@@ -30,7 +29,8 @@ from minirl.rollout.server import (
     ServerService,
 )
 from minirl.rollout.weight_sync import WeightSync
-from minirl.rollout.worker import AgentLoopWorker
+from minirl.rollout.worker import LocalWorker, Workers
+from minirl.rollout.worker_pool import begin_imports, open_pool
 from minirl.trainer.critic import CriticTrainer
 from minirl.trainer.policy import PolicyTrainer, ReferencePolicy
 
@@ -72,6 +72,8 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
     is_main = int(os.environ.get("RANK", 0)) == 0
     disable_progress_bar()
     inputs = read_inputs(config, training=training) if is_main else None
+    if is_main and config.rollout.agent.num_workers:
+        begin_imports()
     on_trainer = TrainerThread()
     async with AsyncExitStack() as stack:
         world = stack.enter_context(distributed(config))
@@ -154,31 +156,23 @@ async def _start_engine(config: Config, world: Dist, stack: AsyncExitStack) -> A
 async def _connect(
     config: Config, inputs: Inputs, addresses: list[str], stack: AsyncExitStack
 ) -> AgentLoopManager:
-    """Rank 0: clients to every engine, the router, the agent-loop worker and their manager."""
+    """Rank 0: clients to every engine, the agent-loop workers and their manager."""
     for tool in inputs.tools.values():
         stack.push_async_callback(tool.aclose)
     clients = [
         await stack.enter_async_context(ServerClient(address, f"engine {index}"))
         for index, address in enumerate(addresses)
     ]
-    agent = config.rollout.agent
-    router = AsyncLLMServerManager(
-        clients,
-        max_sticky_sessions=agent.max_sticky_sessions,
-        sticky_imbalance=agent.sticky_imbalance,
-    )
-    pace = MODES.find(config.rollout.mode)(router)
-    context = AgentLoopContext(
-        server=pace,
-        tokenizer=inputs.tokenizer,
-        chat=inputs.chat,
-        tools=inputs.tools,
-        config=config,
-        agent_loops=inputs.agent_loops,
-        interactions=inputs.interactions,
-    )
-    worker = AgentLoopWorker(config.rollout, context, inputs.reward_manager)
-    return AgentLoopManager(config, worker, router, clients, pace)
+    workers: Workers
+    if config.rollout.agent.num_workers:
+        assert SOCKETS.path is not None
+        pool = open_pool(config, clients, SOCKETS.path, inputs.modules)
+        workers = await stack.enter_async_context(pool)
+    else:
+        router = make_router(config.rollout.agent, clients)
+        pace = MODES.find(config.rollout.mode)(router)
+        workers = LocalWorker(inputs.make_worker(config, pace), router, pace)
+    return AgentLoopManager(config, workers, clients)
 
 
 @asynccontextmanager

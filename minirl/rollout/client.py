@@ -33,6 +33,17 @@ class RoutingStats:
     num_preempted: int = 0
     requests_per_server: dict[int, int] = field(default_factory=dict)
 
+    def add(self, other: "RoutingStats") -> None:
+        """Count what another router has counted too."""
+        self.num_requests += other.num_requests
+        self.num_moves += other.num_moves
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.generated_tokens += other.generated_tokens
+        self.num_preempted += other.num_preempted
+        for server, number in other.requests_per_server.items():
+            self.requests_per_server[server] = self.requests_per_server.get(server, 0) + number
+
     @property
     def cache_hit_rate(self) -> float:
         """cached_tokens / prompt_tokens."""
@@ -45,17 +56,26 @@ class AsyncLLMServerManager:
     Load is counted in tokens in flight (prompt + what may be generated). A conversation leaves its
     server, whose prefix cache holds it, only when that carries more than `sticky_imbalance` times
     the load of the least loaded one. A server that is lost is taken out and its loss is raised.
+
+    Of several routers over the same servers each knows its own load only; `first_server` differs
+    between them, so that not all begin at the same one.
     """
 
     def __init__(
-        self, servers: Sequence[Generator], *, max_sticky_sessions: int, sticky_imbalance: float
+        self,
+        servers: Sequence[Generator],
+        *,
+        max_sticky_sessions: int,
+        sticky_imbalance: float,
+        first_server: int = 0,
     ) -> None:
         self._servers = dict(enumerate(servers))
         self._load = dict.fromkeys(self._servers, 0)
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._max_sessions = max_sticky_sessions
         self._imbalance = sticky_imbalance
-        self._last = -1  # the server that a conversation was last given to
+        # the server that a conversation was last given to
+        self._last = (first_server - 1) % len(self._servers)
         self._ids = itertools.count()
         self.stats = RoutingStats()
 

@@ -6,21 +6,16 @@ trajectories = await manager.generate_sequences(prompts, step=7)
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from minirl.agent_loop import derive_seed
 from minirl.config import Config, RolloutConfig, SamplingConfig
 from minirl.rewards import reward_number
-from minirl.rollout.client import AsyncLLMServerManager, RoutingStats
-from minirl.rollout.modes import Pace
 from minirl.rollout.server import ServerClient
-from minirl.rollout.worker import AgentLoopWorker, SampleRequest
+from minirl.rollout.worker import SampleRequest, Workers, WorkerStats, loop_lag
 from minirl.types import GREEDY, Group, Trajectory
 from minirl.waits import WAITS
-
-LAG_INTERVAL_S = 0.05
 
 
 class TooManyFailuresError(RuntimeError):
@@ -30,18 +25,9 @@ class TooManyFailuresError(RuntimeError):
 class AgentLoopManager:
     """Hands prompts to the workers and collects every trajectory, on rank 0."""
 
-    def __init__(
-        self,
-        config: Config,
-        worker: AgentLoopWorker,
-        router: AsyncLLMServerManager,
-        servers: Sequence[ServerClient],
-        pace: Pace,
-    ) -> None:
+    def __init__(self, config: Config, workers: Workers, servers: Sequence[ServerClient]) -> None:
         self._config = config
-        self._worker = worker
-        self._pace = pace
-        self._router = router
+        self._workers = workers
         self._servers = servers
         self.metrics: dict[str, float] = {}
         """Of the last `generate_sequences`."""
@@ -63,20 +49,17 @@ class AgentLoopManager:
             TooManyFailuresError: more failed than `rollout.max_failure_fraction`.
             ExceptionGroup: of EngineLostError or RequestRefusedError; an engine failed.
         """
-        self._router.stats = RoutingStats()
         busy_before = [(await server.stats()).busy_s for server in self._servers]
         requests = self._requests(prompts, step, validate, greedy)
-        self._pace.begin(len(requests))
+        await self._workers.begin(len(requests))
         started = time.perf_counter()
         explained = WAITS.explained(self._config.rollout.stall_warning_s)
-        async with explained, _loop_lag() as lag, asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(self._pace.run(self._worker.run(request))) for request in requests
-            ]
+        async with explained, loop_lag() as lag, asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self._workers.run(request)) for request in requests]
         seconds = time.perf_counter() - started
         trajectories = [trajectory for task in running for trajectory in task.result()]
         busy = [(await server.stats()).busy_s for server in self._servers]
-        self.metrics = self._rollout_metrics(seconds, lag)
+        self.metrics = _rollout_metrics(await self._workers.stats(), seconds, max(lag))
         self.metrics["rollout/engine_busy_fraction"] = (sum(busy) - sum(busy_before)) / (
             seconds * len(busy)
         )
@@ -105,19 +88,6 @@ class AgentLoopManager:
             for row in prompts
             for index in params
         ]
-
-    def _rollout_metrics(self, seconds: float, lag: list[float]) -> dict[str, float]:
-        stats = self._router.stats
-        metrics = {
-            "rollout/tokens_per_s": stats.generated_tokens / seconds,
-            "rollout/prefix_cache_hit_rate": stats.cache_hit_rate,
-            "rollout/num_moves": stats.num_moves,
-            "rollout/num_preempted": stats.num_preempted,
-            "rollout/loop_lag_max_s": max(lag),
-        }
-        for index, count in stats.requests_per_server.items():
-            metrics[f"rollout/requests/server_{index}"] = count
-        return metrics
 
     def _check_failures(self, trajectories: list[Trajectory]) -> None:
         rollout = self._config.rollout
@@ -186,6 +156,23 @@ def _cause(error: str) -> str:
     return frames + last_line.partition(":")[0]
 
 
+def _rollout_metrics(
+    workers: WorkerStats, seconds: float, manager_lag_s: float
+) -> dict[str, float]:
+    stats = workers.routing
+    metrics = {
+        "rollout/tokens_per_s": stats.generated_tokens / seconds,
+        "rollout/prefix_cache_hit_rate": stats.cache_hit_rate,
+        "rollout/num_moves": stats.num_moves,
+        "rollout/num_preempted": stats.num_preempted,
+        "rollout/loop_lag_max_s": max(manager_lag_s, workers.loop_lag_max_s),
+        "rollout/worker_restarts": workers.num_restarts,
+    }
+    for index, count in stats.requests_per_server.items():
+        metrics[f"rollout/requests/server_{index}"] = count
+    return metrics
+
+
 def _sampling_params(sampling: SamplingConfig | RolloutConfig) -> dict[str, Any]:
     """In vLLM's names; what is off is left out."""
     params = {"temperature": sampling.temperature}
@@ -196,21 +183,3 @@ def _sampling_params(sampling: SamplingConfig | RolloutConfig) -> dict[str, Any]
     if isinstance(sampling, RolloutConfig) and sampling.min_p:
         params["min_p"] = sampling.min_p
     return params
-
-
-@asynccontextmanager
-async def _loop_lag() -> AsyncIterator[list[float]]:
-    """Seconds by which the event loop came late to a timer, measured all along."""
-    lag = [0.0]
-
-    async def measure() -> None:
-        while True:
-            due = time.perf_counter() + LAG_INTERVAL_S
-            await asyncio.sleep(LAG_INTERVAL_S)
-            lag.append(time.perf_counter() - due)
-
-    task = asyncio.create_task(measure())
-    try:
-        yield lag
-    finally:
-        task.cancel()

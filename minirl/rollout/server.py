@@ -3,14 +3,16 @@
     leader process                                    any process
     AsyncServerBase ── ServerService (ROUTER) ═══ipc═══ ServerClient (DEALER)
 
-Messages are msgpack; nothing is unpickled from a socket.
+Messages are msgpack; nothing is unpickled from a socket. Agent-loop workers are served in the same
+way (worker_process.py, worker_pool.py).
 """
 
 import asyncio
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -21,6 +23,7 @@ import zmq.asyncio
 from minirl.agent_loop import ServerError
 from minirl.config import Config
 from minirl.registry import Registry
+from minirl.rollout.wire import decode_extension, encode_number
 from minirl.types import TokenOutput
 
 logger = logging.getLogger(__name__)
@@ -162,54 +165,86 @@ ERRORS: dict[str, type[Exception]] = {"lost": EngineLostError, "refused": Reques
 NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
 
 
-class ServerService:
-    """Serves one AsyncServerBase on a ROUTER socket; calls run concurrently."""
+CANCEL = "cancel"
+"""Ends a call that the same caller made before: `number`."""
+FORGET = "forget"
+"""Ends all calls of a caller that is gone: `caller`."""
 
-    def __init__(self, server: AsyncServerBase, address: str) -> None:
+
+class ServerService:
+    """Serves the `methods` of one object on a ROUTER socket; calls run concurrently."""
+
+    def __init__(self, server: Any, address: str, methods: Sequence[str] = METHODS) -> None:
         self.address = address
         self._methods: dict[str, Callable[..., Awaitable[Any]]] = {
-            name: getattr(server, name) for name in METHODS
+            name: getattr(server, name) for name in methods
         }
+        self._running: dict[tuple[bytes, int], asyncio.Task[None]] = {}
+        """By caller and number of the call."""
 
     async def serve(self) -> None:
         """Answer until cancelled."""
         socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         _unlimited(socket)
         socket.bind(self.address)
-        decoder = msgspec.msgpack.Decoder(Call)
+        decoder = msgspec.msgpack.Decoder(Call, ext_hook=decode_extension)
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    identity, body = await socket.recv_multipart()
-                    tasks.create_task(self._answer(socket, identity, decoder.decode(body)))
+                    caller, body = await socket.recv_multipart()
+                    call = decoder.decode(body)
+                    if call.method in (CANCEL, FORGET):
+                        self._cancel(caller, call)
+                        continue
+                    task = tasks.create_task(self._answer(socket, caller, call))
+                    self._running[caller, call.id] = task
+                    task.add_done_callback(partial(self._ended, (caller, call.id)))
         finally:
             socket.close(linger=0)
 
-    async def _answer(self, socket: zmq.asyncio.Socket, identity: bytes, call: Call) -> None:
+    def _ended(self, key: tuple[bytes, int], task: "asyncio.Task[None]") -> None:
+        del self._running[key]
+
+    def _cancel(self, caller: bytes, call: Call) -> None:
+        for key, task in self._running.items():
+            if call.method == CANCEL and key == (caller, call.arguments["number"]):
+                task.cancel()
+            if call.method == FORGET and key[0] == call.arguments["caller"]:
+                task.cancel()
+
+    async def _answer(self, socket: zmq.asyncio.Socket, caller: bytes, call: Call) -> None:
         reply = await self._run(call)
-        await socket.send_multipart([identity, msgspec.msgpack.encode(reply)])
+        await socket.send_multipart([caller, msgspec.msgpack.encode(reply)])
 
     async def _run(self, call: Call) -> Reply:
-        """The boundary where an engine's failure becomes a message to whoever asked."""
+        """The boundary where a failure becomes a message to whoever asked."""
         try:
             result = await self._methods[call.method](**call.arguments)
-            return Reply(call.id, msgspec.Raw(msgspec.msgpack.encode(result)))
-        except Exception as error:
+            encoded = msgspec.msgpack.encode(result, enc_hook=encode_number)
+            return Reply(call.id, msgspec.Raw(encoded))
+        except Exception as failure:
+            error = _first_cause(failure)
             kinds = [kind for kind, cls in ERRORS.items() if isinstance(error, cls)]
             words = str(error) if kinds else f"{type(error).__name__}: {error}"
+            if not kinds:
+                logger.error("%s failed", call.method, exc_info=failure)
             return Reply(call.id, NOTHING, kinds[0] if kinds else "error", words)
 
 
 class ServerClient:
     """Calls one server from any process: `async with ServerClient(address) as client`.
 
-    When the process that serves goes away, what is under way fails with EngineLostError, as does
-    every later call.
+    When the process that serves goes away, what is under way fails with `lost_error`, as does
+    every later call. `caller`, unique among the clients of the server, is the name by which its
+    calls can be ended when it is gone itself (FORGET).
     """
 
-    def __init__(self, address: str, name: str = "engine") -> None:
+    lost_error: ClassVar[type[ServerError]] = EngineLostError
+
+    def __init__(self, address: str, name: str = "engine", *, caller: bytes = b"") -> None:
         self.address = address
         self.name = name
+        self._caller = caller
         self._ids = itertools.count()
         self._pending: dict[int, asyncio.Future[Reply]] = {}
         self._lost = ""
@@ -218,6 +253,8 @@ class ServerClient:
     async def __aenter__(self) -> Self:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         _unlimited(self._socket)
+        if self._caller:
+            self._socket.setsockopt(zmq.IDENTITY, self._caller)
         self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(self.address)
         self._connection = asyncio.create_task(self._receive())
@@ -243,7 +280,7 @@ class ServerClient:
                 request_id=request_id,
             )
         except asyncio.CancelledError:
-            await self._send(Call(next(self._ids), "abort", {"request_id": request_id}))
+            await self.tell("abort", request_id=request_id)
             raise
 
     async def stats(self) -> ServerStats:
@@ -251,10 +288,16 @@ class ServerClient:
         return await self.call("stats", ServerStats)
 
     async def call(self, method: str, returns: Any = None, **arguments: Any) -> Any:
-        """Call any of METHODS; its errors are raised here with the server's name."""
+        """Call any method that is served; its errors are raised here with the server's name."""
+        return await self._result(Call(next(self._ids), method, arguments), returns)
+
+    async def tell(self, method: str, **arguments: Any) -> None:
+        """Call a method, CANCEL or FORGET, and do not wait for what comes of it."""
+        await self._send(Call(next(self._ids), method, arguments))
+
+    async def _result(self, call: Call, returns: Any) -> Any:
         if self._lost:
-            raise EngineLostError(self._lost)
-        call = Call(next(self._ids), method, arguments)
+            raise self.lost_error(self._lost)
         answer = self._pending[call.id] = asyncio.get_running_loop().create_future()
         try:
             await self._send(call)
@@ -263,7 +306,7 @@ class ServerClient:
             self._pending.pop(call.id, None)
         if reply.error_kind:
             raise ERRORS.get(reply.error_kind, ServerError)(f"{self.name}: {reply.error}")
-        return msgspec.msgpack.decode(reply.result, type=returns)
+        return msgspec.msgpack.decode(reply.result, type=returns, ext_hook=decode_extension)
 
     async def _send(self, call: Call) -> None:
         await self._socket.send(msgspec.msgpack.encode(call))
@@ -273,7 +316,7 @@ class ServerClient:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._hand_out())
             await self._events.recv_multipart()
-            raise EngineLostError("the process that serves it is gone")
+            raise self.lost_error("the process that serves it is gone")
 
     async def _hand_out(self) -> None:
         decoder = msgspec.msgpack.Decoder(Reply)
@@ -289,7 +332,13 @@ class ServerClient:
         self._lost = f"{self.name}: {reason}"
         for answer in self._pending.values():
             if not answer.done():
-                answer.set_exception(EngineLostError(self._lost))
+                answer.set_exception(self.lost_error(self._lost))
+
+
+def _first_cause(error: Exception) -> Exception:
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _unlimited(socket: zmq.asyncio.Socket) -> None:

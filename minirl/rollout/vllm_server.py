@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from minirl.config import Config, ConfigError
+from minirl.rollout.processes import main_module_stays_here
 from minirl.rollout.server import (
     SERVERS,
     AsyncServerBase,
@@ -71,7 +72,7 @@ class VLLMServer(AsyncServerBase):
         with (
             _environment(self._child_environment()),
             _children_print_to(self.log_file),
-            _main_module_stays_here(),
+            main_module_stays_here(),
         ):
             from vllm.config import WeightTransferConfig
             from vllm.engine.arg_utils import AsyncEngineArgs
@@ -281,22 +282,6 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _main_module_stays_here() -> Iterator[None]:
-    """Processes started inside do not import this program's main module, as multiprocessing would
-    have it: an engine needs nothing of it, and importing all of minirl takes seconds."""
-    main = sys.modules["__main__"]
-    kept = {name: getattr(main, name) for name in ("__spec__", "__file__") if hasattr(main, name)}
-    main.__spec__ = None
-    if "__file__" in kept:
-        del main.__file__
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            setattr(main, name, value)
 
 
 def _log_to_file(name: str, path: Path) -> None:

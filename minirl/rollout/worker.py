@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from minirl.agent_loop import (
     AgentLoopContext,
@@ -15,8 +16,12 @@ from minirl.agent_loop import (
 )
 from minirl.config import RolloutConfig
 from minirl.rewards import RewardManager
+from minirl.rollout.client import AsyncLLMServerManager, RoutingStats
+from minirl.rollout.modes import Pace
 from minirl.types import Trajectory
 from minirl.waits import CONVERSATION, WAITS
+
+LAG_INTERVAL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +33,33 @@ class SampleRequest:
     seed: int
     """Of trainer.seed, step, the prompt's uid and the sample index; turns derive theirs from it."""
     sampling_params: Mapping[str, Any]
+
+
+@dataclass(kw_only=True)
+class WorkerStats:
+    """What workers have done since the start of a rollout."""
+
+    routing: RoutingStats = field(default_factory=RoutingStats)
+    loop_lag_max_s: float = 0.0
+    """The longest that a worker process's event loop came late to a timer."""
+    num_restarts: int = 0
+    """Worker processes that died and were started again."""
+
+
+class Workers(Protocol):
+    """What the manager runs its requests on: the worker in its own process, or a pool of them."""
+
+    async def begin(self, num_requests: int) -> None:
+        """So many requests are about to be run; count from zero."""
+        ...
+
+    async def run(self, request: SampleRequest) -> list[Trajectory]:
+        """See AgentLoopWorker.run."""
+        ...
+
+    async def stats(self) -> WorkerStats:
+        """Since `begin`."""
+        ...
 
 
 class AgentLoopWorker:
@@ -87,3 +119,43 @@ class AgentLoopWorker:
         last.metrics["reward_s"] = time.perf_counter() - started
         for earlier in trajectories[:-1]:
             earlier.reward = last.reward
+
+
+class LocalWorker:
+    """A worker in this process, at the pace of rollout.mode; implements Workers."""
+
+    def __init__(self, worker: AgentLoopWorker, router: AsyncLLMServerManager, pace: Pace) -> None:
+        self._worker = worker
+        self._router = router
+        self._pace = pace
+
+    async def begin(self, num_requests: int) -> None:
+        """See Workers."""
+        self._router.stats = RoutingStats()
+        self._pace.begin(num_requests)
+
+    async def run(self, request: SampleRequest) -> list[Trajectory]:
+        """See Workers."""
+        return await self._pace.run(self._worker.run(request))
+
+    async def stats(self) -> WorkerStats:
+        """See Workers; the lag of this process's loop is the manager's to measure."""
+        return WorkerStats(routing=self._router.stats)
+
+
+@asynccontextmanager
+async def loop_lag() -> AsyncIterator[list[float]]:
+    """Seconds by which the event loop came late to a timer, measured all along."""
+    lag = [0.0]
+
+    async def measure() -> None:
+        while True:
+            due = time.perf_counter() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            lag.append(time.perf_counter() - due)
+
+    task = asyncio.create_task(measure())
+    try:
+        yield lag
+    finally:
+        task.cancel()

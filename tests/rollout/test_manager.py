@@ -17,7 +17,7 @@ from minirl.rollout.client import AsyncLLMServerManager
 from minirl.rollout.manager import AgentLoopManager, TooManyFailuresError, groups_for_training
 from minirl.rollout.modes import MODES
 from minirl.rollout.server import EngineLostError, ServerClient
-from minirl.rollout.worker import AgentLoopWorker
+from minirl.rollout.worker import AgentLoopWorker, LocalWorker
 from minirl.testing import ScriptedServer, byte_tokenizer, make_context
 from minirl.tools import BaseTool, ToolResponse
 from minirl.tools.calculator import CalculatorTool
@@ -64,7 +64,8 @@ class Opener:
             worker = AgentLoopWorker(
                 config.rollout, context, load_reward_manager(config.reward, response_length=99)
             )
-            manager = AgentLoopManager(config, worker, router, [client], pace)
+            workers = LocalWorker(worker, router, pace)
+            manager = AgentLoopManager(config, workers, [client])
             yield Rollout(manager, engine, client)
 
 

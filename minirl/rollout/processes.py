@@ -1,0 +1,44 @@
+"""For processes that rank 0 starts: what they import, and that they end with it."""
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def main_module_stays_here() -> Iterator[None]:
+    """Processes started inside do not import this program's main module, as multiprocessing would
+    have it: they need nothing of it, and importing all of minirl takes seconds."""
+    main = sys.modules["__main__"]
+    kept = {name: getattr(main, name) for name in ("__spec__", "__file__") if hasattr(main, name)}
+    main.__spec__ = None
+    if "__file__" in kept:
+        del main.__file__
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(main, name, value)
+
+
+def end_with(pid: int, grace_s: float) -> None:
+    """From now on this process gets SIGTERM when the process `pid` is gone, however that ended,
+    and SIGKILL `grace_s` seconds later."""
+
+    def wait() -> None:
+        try:
+            other = os.pidfd_open(pid)
+        except ProcessLookupError:
+            pass  # gone already
+        else:
+            select.select([other], [], [])
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name=f"end with {pid}", daemon=True).start()
