@@ -191,16 +191,17 @@ def write(proc: int, name: str, text: str) -> None:
 
 def change_root(spec: Spec) -> None:
     """A root that holds `spec["view"]`, read-only, and an empty /tmp; the old one is gone."""
-    trees = [(path, open_tree(path)) for path in spec["view"]]
+    # looked at now: what is in /tmp is soon out of sight
+    trees = [(path, os.path.isdir(path), open_tree(path)) for path in spec["view"]]
     root = "/tmp"  # any directory would do: the mount is seen in here only
     mount("/", MS_REC | MS_PRIVATE)
     mount(root, MS_NOSUID | MS_NODEV, "tmpfs", "mode=755,size=1m")
     os.mkdir(f"{root}/tmp")
     mount(f"{root}/tmp", MS_NOSUID | MS_NODEV, "tmpfs", f"mode=1777,size={spec['disk']}")
-    for path, tree in trees:
+    for path, is_directory, tree in trees:
         target = root + path
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        if os.path.isdir(path):
+        if is_directory:
             os.mkdir(target)
         else:
             os.close(os.open(target, os.O_CREAT))

@@ -360,3 +360,12 @@ def test_config_errors_name_key_value_and_remedy(tmp_path, config, message):
 def test_what_is_not_protected_is_logged_as_a_warning(tmp_path, caplog):
     load_tools(write_tools(tmp_path, isolation="none"))
     assert "isolation 'none'; not protected: network, files" in caplog.text
+
+
+async def test_packages_below_tmp(isolation, tmp_path, monkeypatch):
+    """Where the program gets a /tmp of its own."""
+    (tmp_path / "below_tmp.py").write_text("VALUE = 3")
+    tmp_path.chmod(0o755)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    code = "import below_tmp\nprint(below_tmp.VALUE)"
+    assert (await run(make(isolation, packages=True), code))[0] == "3"
