@@ -12,7 +12,12 @@ from minirl.agent_loop.base import (
     register,
 )
 from minirl.agent_loop.interaction import Interaction, load_interactions
-from minirl.agent_loop.run import make_agent_loop, record_failure, run_agent_loop
+from minirl.agent_loop.run import (
+    failed_trajectories,
+    make_agent_loop,
+    record_failure,
+    run_agent_loop,
+)
 from minirl.agent_loop.single_turn import SingleTurnAgentLoop
 from minirl.agent_loop.tool_agent import ToolAgentLoop
 from minirl.agent_loop.tool_parser import TOOL_PARSERS, ParsedTurn, ToolParser
@@ -31,6 +36,7 @@ __all__ = [
     "ToolAgentLoop",
     "ToolParser",
     "derive_seed",
+    "failed_trajectories",
     "load_agent_loops",
     "load_interactions",
     "make_agent_loop",

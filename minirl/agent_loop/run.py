@@ -40,12 +40,13 @@ async def run_agent_loop(
     except asyncio.CancelledError as error:
         if cancelled_from_outside():
             raise
-        trajectories = _failed(loop, "error", error)
+        return failed_trajectories(loop.trajectories, error, row)
     except Exception as error:
         if _is_server_error(error):
             raise
         timed_out = isinstance(error, TimeoutError) and deadline.expired()
-        trajectories = _failed(loop, "timeout" if timed_out else "error", error)
+        reason: Termination = "timeout" if timed_out else "error"
+        return failed_trajectories(loop.trajectories, error, row, reason)
     for trajectory in trajectories:
         _label(trajectory, row)
     return trajectories
@@ -69,10 +70,17 @@ def _finished(result: Any) -> list[Trajectory]:
     return trajectories
 
 
-def _failed(loop: AgentLoopBase, reason: Termination, error: BaseException) -> list[Trajectory]:
-    trajectories = loop.trajectories or [Trajectory(prompt_ids=[])]
+def failed_trajectories(
+    trajectories: list[Trajectory],
+    error: BaseException,
+    row: Mapping[str, Any],
+    reason: Termination = "error",
+) -> list[Trajectory]:
+    """What a conversation that failed comes back as: what there is of it, at least one."""
+    trajectories = trajectories or [Trajectory(prompt_ids=[])]
     for trajectory in trajectories:
         record_failure(trajectory, reason, error)
+        _label(trajectory, row)
     return trajectories
 
 

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -30,6 +30,17 @@ def end_with(pid: int, grace_s: float) -> None:
     """From now on this process gets SIGTERM when the process `pid` is gone, however that ended,
     and SIGKILL `grace_s` seconds later."""
 
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    when_gone(pid, end)
+
+
+def when_gone(pid: int, then: Callable[[], None]) -> None:
+    """Call `then`, in a thread, when the process `pid` is gone."""
+
     def wait() -> None:
         try:
             other = os.pidfd_open(pid)
@@ -37,8 +48,6 @@ def end_with(pid: int, grace_s: float) -> None:
             pass  # gone already
         else:
             select.select([other], [], [])
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(grace_s)
-        os.kill(os.getpid(), signal.SIGKILL)
+        then()
 
     threading.Thread(target=wait, name=f"end with {pid}", daemon=True).start()

@@ -6,9 +6,7 @@ and loads from them. vLLM imports this module in its worker processes, where it 
 
 import multiprocessing
 import os
-import select
 import signal
-import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +24,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from minirl.rollout.processes import when_gone
 from minirl.rollout.weight_buffer import open_cuda, open_shared, view_tensors
 
 BACKEND = "minirl"
@@ -134,17 +133,7 @@ def _end_with(leader_pid: int) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
     core = os.getpid() if parent.pid == leader_pid else parent.pid
-
-    def wait() -> None:
-        try:
-            leader = os.pidfd_open(leader_pid)
-        except ProcessLookupError:
-            pass  # gone already
-        else:
-            select.select([leader], [], [])
-        os.kill(core, signal.SIGKILL)
-
-    threading.Thread(target=wait, name="end with leader", daemon=True).start()
+    when_gone(leader_pid, lambda: os.kill(core, signal.SIGKILL))
 
 
 if (_leader := os.environ.get(LEADER_PID)) and int(_leader) != os.getpid():  # in a worker

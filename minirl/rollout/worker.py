@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from minirl.agent_loop import (
     AgentLoopContext,
     derive_seed,
+    failed_trajectories,
     make_agent_loop,
     record_failure,
     run_agent_loop,
@@ -97,9 +98,13 @@ class AgentLoopWorker:
             "sample_index": request.sample_index,
         }
         name = row.get("agent_name") or self._config.agent.default_agent_loop
-        loop = make_agent_loop(name, self._context)
         params = {**request.sampling_params, "seed": seed}
-        trajectories = await run_agent_loop(loop, params, row)
+        try:
+            loop = make_agent_loop(name, self._context)
+        except Exception as error:  # of user code
+            trajectories = failed_trajectories([], error, row)
+        else:
+            trajectories = await run_agent_loop(loop, params, row)
         if all(trajectory.error is None for trajectory in trajectories):
             await self._score(trajectories, row)
         trajectories[-1].metrics["seconds"] = time.perf_counter() - started

@@ -20,11 +20,12 @@ def problems(turn):
     return [call.problem for call in turn.calls]
 
 
-def check_in_place(turn, problem):
-    """The second of three calls is malformed, the others are read."""
+def problem_in_place(turn):
+    """Of the second of three calls, which is malformed, while the others are read."""
     assert [call.name for call in turn.calls][::2] == ["first", "last"]
     assert [call.problem is None for call in turn.calls] == [True, False, True]
-    assert problem in turn.calls[1].problem and turn.calls[1].arguments == {}
+    assert turn.calls[1].arguments == {}
+    return turn.calls[1].problem
 
 
 # qwen3_coder
@@ -136,7 +137,7 @@ def test_a_forgotten_tool_call_tag_is_forgiven():
 def test_qwen3_coder_malformed(body, problem):
     first, last = qwen3_coder([("first", {})]), qwen3_coder([("last", {"x": 1})])
     turn = parse("qwen3_coder", f"{first}<tool_call>{body}</tool_call>{last} end")
-    check_in_place(turn, problem)
+    assert problem in problem_in_place(turn)
     assert turn.content == "end"
 
 
@@ -186,7 +187,7 @@ def test_llama_spellings():
 )
 def test_llama_malformed(body, problem):
     first, last = llama3_json([("first", {})]), llama3_json([("last", {})])
-    check_in_place(parse("llama3_json", f"{first}; {body}; {last}"), problem)
+    assert problem in problem_in_place(parse("llama3_json", f"{first}; {body}; {last}"))
 
 
 def test_python_behind_the_tag_is_malformed():
@@ -214,7 +215,9 @@ def test_python_behind_the_tag_is_malformed():
 )
 def test_mistral_malformed(body, problem):
     last = "[TOOL_CALLS]last{}" if body else "! [TOOL_CALLS]last{}"
-    check_in_place(parse("mistral", f"[TOOL_CALLS]first{{}}[TOOL_CALLS]{body}{last}"), problem)
+    assert problem in problem_in_place(
+        parse("mistral", f"[TOOL_CALLS]first{{}}[TOOL_CALLS]{body}{last}")
+    )
 
 
 def test_mistral_spellings():
@@ -231,7 +234,7 @@ def test_one_bad_entry_of_a_list_does_not_spoil_the_others():
         '[TOOL_CALLS][{"name": "first", "arguments": {}}, {"name": "b"}, '
         '{"name": "last", "arguments": {}}]',
     )
-    check_in_place(turn, 'needs "arguments"')
+    assert 'needs "arguments"' in problem_in_place(turn)
 
 
 # gpt-oss
@@ -280,7 +283,7 @@ def test_harmony_spellings():
 def test_harmony_malformed(message, problem):
     first, last = gpt_oss_template([("first", {})]), gpt_oss_template([("last", {})])
     turn = parse("gpt-oss", f"{first}<|start|>assistant{message}<|call|>{last}")
-    check_in_place(turn, problem)
+    assert problem in problem_in_place(turn)
 
 
 # pythonic
@@ -333,7 +336,7 @@ def test_pythonic_needs_the_tag_inside_of_prose():
     ],
 )
 def test_pythonic_malformed(call, problem):
-    check_in_place(parse("pythonic", f"[first(), {call}, last()]"), problem)
+    assert problem in problem_in_place(parse("pythonic", f"[first(), {call}, last()]"))
 
 
 @pytest.mark.parametrize(

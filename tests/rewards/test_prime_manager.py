@@ -149,6 +149,7 @@ def test_a_hanging_process_ends_with_a_parent_that_is_killed(make, tmp_path, for
     parent.kill()
     parent.join()
     child.wait(timeout=30)
+    assert not child.is_running()
 
 
 def test_the_scorer_of_gsm8k_comes_without_torch():

@@ -570,3 +570,20 @@ async def test_a_rollout_that_stands_still_says_who_waits_for_what(
     assert "1 for tool 'calculator': 0-0/0 (" in message
     assert "1 for generation on engine 0: 0-1/0 (" in message
     assert "0-2/0" not in message
+
+
+@register("cannot_be_made")
+class CannotBeMade(AgentLoopBase):
+    def __init__(self, context: Any) -> None:
+        raise LookupError("not today")
+
+
+async def test_an_agent_loop_that_cannot_be_made_is_its_trajectorys_failure(
+    open_rollout: Opener,
+) -> None:
+    async with open_rollout(right) as rollout:
+        rows = prompts(3)
+        rows[1]["agent_name"] = "cannot_be_made"
+        trajectories = await rollout.manager.generate_sequences(rows, step=1)
+    assert [t.termination for t in trajectories] == ["stop", "error", "stop"]
+    assert "not today" in (trajectories[1].error or "") and trajectories[1].uid == "0-1"
