@@ -8,6 +8,7 @@ import pytest
 
 import minirl.config
 from minirl.config import Config, ConfigError, leaf_keys, load_config, to_yaml
+from minirl.config.loading import section_of
 
 ROOT = Path(__file__).parents[1]
 MODEL = "model.path=m"
@@ -182,13 +183,14 @@ def unread(keys: list[str], sources: list[str]) -> list[str]:
 
 
 def users_of_the_config() -> list[str]:
-    """Sources that may read it. Checks of a value in config.py do not count as reading it, only
+    """Sources that may read it. Checks of a value in minirl/config do not count as reading it, only
     the properties that others use do."""
-    schema = Path(minirl.config.__file__)
-    files = [p for p in (ROOT / "minirl").rglob("*.py") if p != schema]
+    schema = [*Path(minirl.config.__file__).parent.glob("*.py")]
+    files = [p for p in (ROOT / "minirl").rglob("*.py") if p not in schema]
     properties = [
         ast.unparse(node)
-        for node in ast.walk(ast.parse(schema.read_text()))
+        for source in schema
+        for node in ast.walk(ast.parse(source.read_text()))
         if isinstance(node, ast.FunctionDef) and "property" in map(ast.unparse, node.decorator_list)
     ]
     return [p.read_text() for p in files] + properties
@@ -228,7 +230,7 @@ def test_a_key_that_nothing_reads_is_found() -> None:
 def sections(section: type = Config) -> Iterator[type]:
     yield section
     for name in (f.name for f in fields(section)):
-        if inner := minirl.config._section_of(inspect.get_annotations(section)[name]):
+        if inner := section_of(inspect.get_annotations(section)[name]):
             yield from sections(inner)
 
 
@@ -251,7 +253,7 @@ def is_text(node: ast.AST) -> bool:
 
 def has_section(section: type, name: str) -> bool:
     """A section speaks for itself: its class has the docstring."""
-    return minirl.config._section_of(inspect.get_annotations(section)[name]) is not None
+    return section_of(inspect.get_annotations(section)[name]) is not None
 
 
 def test_every_section_is_found() -> None:

@@ -205,7 +205,6 @@ def test_what_workers_count_is_summed(rolled_out: Any, num_workers: int) -> None
     turns = sum(t.num_turns for t in rolled_out[0][0])
     assert metrics["rollout/requests/server_0"] == expected["rollout/requests/server_0"] == turns
     assert metrics["rollout/worker_restarts"] == 0
-    assert metrics["rollout/loop_lag_max_s"] > 0
 
 
 def test_tools_are_released_and_closed_in_the_worker(rolled_out: Any, project: Path) -> None:
@@ -303,7 +302,7 @@ async def test_what_workers_say_comes_together(
         await eventually(lambda: "2 for generation on engine 0: 0-0/0 (" in caplog.text)
         rollout.engine.hold.set()
         await running
-        assert rollout.manager.metrics["rollout/loop_lag_max_s"] > 0.9
+        assert rollout.manager.metrics["rollout/loop_lag_max_s"] > 0.5
         rollout.engine.is_dead = True
         with pytest.raises(ExceptionGroup) as caught:
             await rollout.manager.generate_sequences(rows, step=3)

@@ -1,0 +1,147 @@
+"""YAML files merge, then `key=value` pairs; what does not fit the schema is said in our words."""
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from minirl.config.checks import ConfigError
+from minirl.config.schema import Config
+from minirl.registry import nearest
+
+
+def load_config(arguments: list[str]) -> Config:
+    """Merge YAML files (left to right), then `key=value` pairs, into a checked Config.
+
+    Raises ConfigError with one line that names the key, the value and what is allowed.
+    """
+    files = [a for a in arguments if a.endswith((".yaml", ".yml")) and "=" not in a]
+    overrides = [a for a in arguments if "=" in a]
+    if stray := [a for a in arguments if a not in files and a not in overrides]:
+        raise ConfigError(f"{stray[0]!r}: expected a .yaml file or key=value")
+    updates = [_read_file(file) for file in files] + [_read_override(o) for o in overrides]
+    merged: Any = OmegaConf.structured(Config)
+    for place, update in zip(files + overrides, updates, strict=True):
+        _check_section(OmegaConf.to_container(update), Config, "", place)
+        merged = OmegaConf.merge(merged, update)
+    try:
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:  # of an interpolation: everything else was checked
+        problem = str(error.msg or error).splitlines()[0]
+        raise ConfigError(f"{error.full_key or 'config'}: {problem}") from error
+    assert isinstance(config, Config)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config, as it can be loaded again."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def leaf_keys(section: type = Config, prefix: str = "") -> list[str]:
+    """Every dotted key that holds a value, in the order of the fields."""
+    keys = []
+    for name, hint in get_type_hints(section).items():
+        inner = section_of(hint)
+        keys += leaf_keys(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
+    return keys
+
+
+def _read_file(file: str) -> DictConfig:
+    if not Path(file).is_file():
+        raise ConfigError(f"{file}: no such file")
+    try:
+        loaded = OmegaConf.load(file)
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(loaded, DictConfig):
+        sections = ", ".join(f.name for f in fields(Config))
+        raise ConfigError(f"{file}: expected sections ({sections}), got a list")
+    return loaded
+
+
+def _read_override(override: str) -> DictConfig:
+    try:
+        return OmegaConf.from_dotlist([override])
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        key, _, value = override.partition("=")
+        raise ConfigError(
+            f"{key}: got {value!r}; not valid YAML: quote it, {key}='\"...\"'"
+        ) from error
+
+
+def _check_section(content: Any, section: type, prefix: str, place: str) -> None:
+    """Raise ConfigError, in our words, for what OmegaConf could not put into `section`."""
+    hints = get_type_hints(section)
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        if name not in hints:
+            raise ConfigError(f"{key}: no such key{_nearest_key(str(name), hints)} [{place}]")
+        inner = section_of(hints[name])
+        if inner and isinstance(value, dict):
+            _check_section(value, inner, f"{key}.", place)
+        elif not _fits(value, hints[name]):
+            raise ConfigError(f"{key}: got {value!r}; must be {_words(hints[name])} [{place}]")
+
+
+def _nearest_key(name: str, known: Any) -> str:
+    """The nearest key of the same section, or those of the same name in other ones."""
+    elsewhere = [key for key in leaf_keys() if key.endswith(f".{name}")]
+    return f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else nearest(name, known)
+
+
+def section_of(hint: Any) -> type | None:
+    """The dataclass of a field that is a section, null or not; None for a field with a value."""
+    found = [h for h in (hint, *get_args(hint)) if isinstance(h, type) and is_dataclass(h)]
+    return found[0] if found else None
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any or (isinstance(value, str) and "${" in value):  # resolved in the end
+        return True
+    if origin in (Union, UnionType):  # the former where a Literal is in it
+        return any(_fits(value, h) for h in args)
+    if origin is Literal:
+        return value in args
+    if origin is dict:
+        return isinstance(value, dict)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(v, args[0]) for v in value)
+    if origin is tuple:
+        return isinstance(value, list) and [*map(_fits, value, args)] == [True] * len(args)
+    if hint in (float, str):  # numbers become text where text is wanted
+        kinds = (int, float) if hint is float else (int, float, str)
+        return isinstance(value, kinds) and not isinstance(value, bool)
+    return type(value) is hint
+
+
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    NoneType: "null",
+}
+
+
+def _words(hint: Any) -> str:
+    """What a type allows, for an error message."""
+    origin, args = get_origin(hint), get_args(hint)
+    if is_dataclass(hint):
+        return f"a section ({', '.join(f.name for f in fields(hint))})"
+    if origin in (Union, UnionType):  # the former where a Literal is in it
+        return " or ".join(map(_words, args))
+    if origin is Literal:
+        return f"one of {', '.join(args)}"
+    if origin is dict:
+        return "a mapping {key: value}"
+    if origin is list:
+        return f"a list [...], each {_words(args[0])}"
+    if origin is tuple:
+        return f"a list of {len(args)}, each {_words(args[0])}"
+    return WORDS[hint]
