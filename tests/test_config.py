@@ -234,7 +234,10 @@ def sections(section: type = Config) -> Iterator[type]:
             yield from sections(inner)
 
 
-@pytest.mark.parametrize("section", set(sections()) - {Config}, ids=lambda s: s.__name__)
+SECTIONS = sorted(set(sections()) - {Config}, key=lambda section: section.__name__)
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.__name__)
 def test_every_field_has_a_docstring(section: type) -> None:
     [definition] = ast.parse(inspect.getsource(section)).body
     assert isinstance(definition, ast.ClassDef) and section.__doc__

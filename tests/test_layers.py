@@ -11,7 +11,7 @@ LAYERS = [
     | {"inputs", "checks", "credit", "curriculum", "records", "selftest"},
     {"rollout", "trainer", "testing"},
     {"agent_loop", "tools", "rewards", "algorithms", "data", "chat", "chat_certify", "hints"},
-    {"types", "config", "registry", "metrics", "tracking", "distributed", "waits"}
+    {"types", "config", "registry", "metrics", "tracking", "distributed", "waits", "entries"}
     | {"display", "plots", "validation"},
 ]
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}

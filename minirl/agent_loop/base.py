@@ -6,7 +6,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from minirl.agent_loop.tool_parser import TOOL_PARSERS, ToolParser
 from minirl.config import Config, ConfigError
+from minirl.entries import load_entries
 from minirl.registry import Registry, locate, nearest, option_names
 from minirl.tools.base import BaseTool, ToolCall
-from minirl.tools.load import read_yaml
 from minirl.tools.session import ToolSession
 from minirl.tools.truncate import split_kept
 from minirl.types import Termination, TokenOutput, Trajectory
@@ -258,19 +258,7 @@ def load_agent_loops(path: str | Path) -> dict[str, AgentLoopFactory]:
 
     ConfigError names the file, the entry, and what is wrong with it.
     """
-    content = read_yaml(path)
-    if not isinstance(content, list):
-        raise ConfigError(f"{path}: expected a list of `{{name, _target_, ...}}`")
-    loops: dict[str, AgentLoopFactory] = {}
-    for number, entry in enumerate(content, start=1):
-        try:
-            name, factory = _agent_loop(entry)
-            if name in loops:
-                raise ValueError(f"there is already an agent loop named {name!r}")
-        except ValueError as error:
-            raise ConfigError(f"{path}: entry {number}: {error}") from error
-        loops[name] = factory
-    return loops
+    return load_entries(path, "", _agent_loop)
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -290,8 +278,8 @@ def trim(trajectory: Trajectory) -> None:
         del values[end:]
 
 
-def _agent_loop(entry: Any) -> tuple[str, AgentLoopFactory]:
-    options = dict(entry) if isinstance(entry, dict) else {}
+def _agent_loop(entry: dict[str, Any]) -> Iterator[tuple[str, AgentLoopFactory]]:
+    options = dict(entry)
     name, target = options.pop("name", None), options.pop("_target_", None)
     if not isinstance(name, str) or not isinstance(target, str):
         raise ValueError("needs `name` and `_target_: package.module:Class`")
@@ -301,7 +289,7 @@ def _agent_loop(entry: Any) -> tuple[str, AgentLoopFactory]:
     known = option_names(found)
     for key in options.keys() - known:
         raise ValueError(f"{key}: {target} has no such option{nearest(str(key), known)}")
-    return name, partial(found, **options)
+    yield name, partial(found, **options)
 
 
 async def _off_loop(size: int, function: Callable[..., T], *args: Any) -> T:

@@ -1,19 +1,17 @@
 """A simulated user: what answers the policy when it calls no tool."""
 
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from minirl.config import ConfigError
-from minirl.registry import locate, nearest
-from minirl.tools.load import read_yaml
+from minirl.entries import load_entries, locate_class
+from minirl.registry import nearest
 from minirl.types import Trajectory
 from minirl.waits import WAITS
 
 Messages = list[dict[str, Any]]
-_KEYS = ("name", "class_name", "config")
 
 
 class Interaction:
@@ -97,29 +95,13 @@ def load_interactions(path: str | Path) -> dict[str, Interaction]:
 
     ConfigError names the file, the entry, and what is wrong with it.
     """
-    content = read_yaml(path)
-    if not isinstance(content, dict) or not isinstance(content.get("interaction"), list):
-        raise ConfigError(f"{path}: expected `interaction:` and a list of entries")
-    interactions: dict[str, Interaction] = {}
-    for number, entry in enumerate(content["interaction"], start=1):
-        try:
-            name, interaction = _build(entry)
-            if name in interactions:
-                raise ValueError(f"there is already an interaction named {name!r}")
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{path}: interaction, entry {number}: {error}") from error
-        interactions[name] = interaction
-    return interactions
+    return load_entries(path, "interaction", _build)
 
 
-def _build(entry: Any) -> tuple[str, Interaction]:
-    if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
-        raise ValueError("class_name: missing; write package.module:Class")
-    for key in entry.keys() - set(_KEYS):
-        raise ValueError(f"{key}: no such key{nearest(str(key), _KEYS)}")
+def _build(entry: dict[str, Any]) -> Iterator[tuple[str, Interaction]]:
+    found = locate_class(entry, "interaction", ("name", "class_name", "config"))
     if not isinstance(entry.get("name"), str):
         raise ValueError("name: missing; rows choose by extra_info.interaction_kwargs.name")
-    found: Callable[..., Any] = locate(entry["class_name"], "interaction")
     if not (isinstance(found, type) and issubclass(found, Interaction)):
         raise ValueError(f"class_name: {entry['class_name']!r} is not an Interaction class")
-    return entry["name"], found(entry.get("config") or {})
+    yield entry["name"], found(entry.get("config") or {})
