@@ -200,7 +200,12 @@ def check_attention(config: PretrainedConfig, max_length: int) -> None:
         kinds = {"sliding_attention"}
     if window and window >= max_length:
         kinds.discard("sliding_attention")
-    for name in ("attn_logit_softcapping", "kv_lora_rank", "attention_chunk_size"):
+    for name in (
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "kv_lora_rank",
+        "attention_chunk_size",
+    ):
         if getattr(text, name, None):
             kinds.add(name)
     if other := sorted(kinds - {"full_attention"}):

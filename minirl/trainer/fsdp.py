@@ -1,16 +1,22 @@
 """Models: loading, sharding by FSDP2, and handing out the full weights."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import MethodType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -20,6 +26,7 @@ from minirl.config import ConfigError, ModelConfig
 from minirl.distributed import Dist
 from minirl.trainer import attention
 
+T = TypeVar("T")
 PADDING = 64  # bytes per tensor
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
@@ -125,7 +132,18 @@ def shard(model: PreTrainedModel, world: Dist, dtype: torch.dtype) -> PreTrained
         module.set_gradient_divide_factor(1.0)
         # A plain sum: with NCCL the factor would become a scaled one that not every type has.
         module.set_force_sum_reduction_for_comms(True)
+    sharded: Any = model
+    sharded.call = MethodType(lambda self, function: function(self), model)
+    register_fsdp_forward_method(model, "call")
     return model
+
+
+def with_weights(model: Any, function: Callable[[Any], T]) -> T:
+    """`function(model)`, in which the model's modules have their full weights, as in its forward.
+
+    What depends on the weights in what it returns must be tensors, or a tuple of them.
+    """
+    return model.call(function) if hasattr(model, "call") else function(model)
 
 
 def reshard(model: nn.Module) -> None:

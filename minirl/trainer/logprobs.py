@@ -1,16 +1,19 @@
 """What a model says about packed tokens: log-probabilities and entropies, or values."""
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig
 
 from minirl.trainer.attention import Packing
+from minirl.trainer.fsdp import with_weights
 from minirl.types import MicroBatch
 
-CHUNK_ELEMENTS = 2**26
-"""Rows x vocabulary that are turned into float32 at once: 256 MiB."""
+CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
+"""Rows x vocabulary of the logits that exist at once: 16 MiB, near the size of a core's caches, or
+512 MiB, enough rows to keep a GPU busy."""
 
 
 Also = Literal["nothing", "entropy", "entropy_grad", "stats"]
@@ -25,10 +28,21 @@ def token_logprobs(
     temperature) at the position before; the first token of a sequence has none, and gets 0.
     `also` says what the second is: nothing (0), the entropy of pi without or with its gradient, or
     the stats 1 - 2 pi(token) + sum_v pi_v^2 of `optimal_token_baseline`.
+
+    Logits exist for a few rows at a time only, in the backward pass too, where they are computed
+    again: the memory for them does not grow with the number of tokens.
     """
-    wanted, logits = _predictions(model, batch)
-    logprobs, second = _chunked(logits, batch.tokens[wanted], temperature, also)
-    zeros = torch.zeros(batch.num_tokens, device=logits.device)
+    wanted = _predicted(batch)
+
+    def score(model: Any) -> tuple[Tensor, Tensor]:
+        head = model.get_output_embeddings()
+        hidden = _hidden(model, batch, wanted)
+        divisor = temperature * logit_divisor(model.config)
+        targets = batch.tokens[wanted]
+        return _LinearScores.apply(hidden, head.weight, head.bias, targets, divisor, also)
+
+    logprobs, second = with_weights(model, score)
+    zeros = torch.zeros(batch.num_tokens, device=logprobs.device)
     return zeros.index_put((wanted,), logprobs), zeros.index_put((wanted,), second)
 
 
@@ -38,50 +52,101 @@ def token_values(model: nn.Module, batch: MicroBatch) -> Tensor:
     The value at a token is that of the state in which it was sampled, so it is read at the position
     before, like its log-probability.
     """
-    wanted, values = _predictions(model, batch)
-    zeros = torch.zeros(batch.num_tokens, device=values.device)
-    return zeros.index_put((wanted,), values[:, 0].float())
+    wanted = _predicted(batch)
+
+    def value(model: Any) -> Tensor:
+        return model.get_output_embeddings()(_hidden(model, batch, wanted))[:, 0].float()
+
+    values = with_weights(model, value)
+    return torch.zeros(batch.num_tokens, device=values.device).index_put((wanted,), values)
 
 
-def _predictions(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """The tokens [n] that train, and the head's output [n, V] at the positions before them."""
-    wanted = ((batch.response_mask > 0) & (batch.positions > 0)).nonzero().squeeze(1)
-    output = model(
+def logit_divisor(config: PretrainedConfig) -> float:
+    """What the model divides its head's output by (Granite), or multiplies it with (Cohere)."""
+    text = config.get_text_config()
+    return getattr(text, "logits_scaling", 1.0) / getattr(text, "logit_scale", 1.0)
+
+
+def _predicted(batch: MicroBatch) -> Tensor:
+    """The tokens [n] that train and have one before them."""
+    return ((batch.response_mask > 0) & (batch.positions > 0)).nonzero().squeeze(1)
+
+
+def _hidden(model: Any, batch: MicroBatch, wanted: Tensor) -> Tensor:
+    """The last layer's output [n, D] at the positions before the tokens `wanted`."""
+    output = model.base_model(
         input_ids=batch.tokens[None],
         position_ids=batch.positions[None],
         use_cache=False,
-        logits_to_keep=wanted - 1,
         packing=Packing.of(batch.lengths, batch.tokens.device),
     )
-    return wanted, output.logits[0]
+    return output.last_hidden_state[0, wanted - 1]
 
 
-def _chunked(
-    logits: Tensor, targets: Tensor, temperature: float, also: Also
-) -> tuple[Tensor, Tensor]:
-    """`_score`, a few rows at a time so that float32 copies stay small."""
-    rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
-    if len(targets) <= rows:
-        return _score(logits, targets, temperature, also)
-    parts = [
-        checkpoint(_score, *chunk, temperature, also, use_reentrant=False)
-        for chunk in zip(logits.split(rows), targets.split(rows), strict=True)
-    ]
-    logprobs, second = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(second)
+class _LinearScores(torch.autograd.Function):
+    """log p(target) [n], and H = logsumexp(z) - sum_v p_v z_v or the stats [n], where p =
+    softmax(z) and z = (hidden [n, D] weight [V, D]^T + bias [V]) / divisor; all in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        divisor: float,
+        also: Also,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, second, totals = hidden.new_zeros(3, len(targets), dtype=torch.float32)
+        for rows in _chunks(hidden, weight):
+            z = _logits(hidden[rows], weight, bias, divisor)
+            totals[rows] = total = torch.logsumexp(z, dim=-1)
+            logprobs[rows] = z.gather(-1, targets[rows, None]).squeeze(-1) - total
+            if also == "stats":
+                p = z.sub_(total[:, None]).exp_()
+                second[rows] = 1 - 2 * logprobs[rows].exp() + torch.linalg.vecdot(p, p)
+            elif also != "nothing":
+                p = (z - total[:, None]).exp_()
+                second[rows] = total - torch.linalg.vecdot(p, z)
+        ctx.save_for_backward(hidden, weight, bias, targets, totals, second)
+        ctx.divisor, ctx.entropy_grad = divisor, also == "entropy_grad"
+        if not ctx.entropy_grad:
+            ctx.mark_non_differentiable(second)
+        return logprobs, second
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """d log p(target) / dz_v = [v = target] - p_v, dH / dz_v = -p_v (log p_v + H)."""
+        hidden, weight, bias, targets, totals, entropies = ctx.saved_tensors
+        of_logprobs, of_entropies = (grad / ctx.divisor for grad in grads)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # chunks add up in float32
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        for rows in _chunks(hidden, weight):
+            z = _logits(hidden[rows], weight, bias, ctx.divisor).sub_(totals[rows, None])
+            slope = -of_logprobs[rows, None]
+            if ctx.entropy_grad:
+                shifted = z + entropies[rows, None]
+                slope = shifted.mul_(-of_entropies[rows, None]).add_(slope)
+            grad = z.exp_().mul_(slope)
+            grad.scatter_add_(-1, targets[rows, None], of_logprobs[rows, None])
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            grad = grad.to(hidden.dtype)
+            grad_hidden[rows] = grad @ weight
+            if weight.dtype == torch.float32:
+                grad_weight.addmm_(grad.T, hidden[rows])
+            else:
+                grad_weight += grad.T @ hidden[rows]
+        grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
 
 
-def _score(
-    logits: Tensor, targets: Tensor, temperature: float, also: Also
-) -> tuple[Tensor, Tensor]:
-    """[n, V] and [n] to [n] and [n]: log p(target); H = logsumexp(z) - sum_v p_v z_v, or stats."""
-    z = logits.float() / temperature
-    total = torch.logsumexp(z, dim=-1)
-    logprobs = z.gather(-1, targets[:, None]).squeeze(-1) - total
-    if also == "nothing":
-        return logprobs, torch.zeros_like(total)
-    with torch.set_grad_enabled(also == "entropy_grad" and torch.is_grad_enabled()):
-        if also == "stats":
-            sum_of_squares = torch.exp(torch.logsumexp(2 * z, dim=-1) - 2 * total)
-            return logprobs, 1 - 2 * logprobs.exp() + sum_of_squares
-        return logprobs, total - (torch.softmax(z, dim=-1) * z).sum(-1)
+def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
+    """Rows whose logits fit into CHUNK_ELEMENTS."""
+    size = max(1, CHUNK_ELEMENTS[hidden.device.type] // len(weight))
+    return (slice(start, start + size) for start in range(0, len(hidden), size))
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, divisor: float) -> Tensor:
+    return nn.functional.linear(hidden, weight, bias).float().div_(divisor)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from trainer_helpers import MODELS, make_batch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, PhiConfig
 
 from minirl.trainer import attention, logprobs
 from minirl.trainer.logprobs import token_logprobs
@@ -27,9 +27,9 @@ def one_by_one(model, batch, temperature):
     return torch.cat(expected) * batch.response_mask, torch.cat(entropies) * batch.response_mask
 
 
-@pytest.mark.parametrize("chunk", [2**26, 7 * 101])
+@pytest.mark.parametrize("chunk", [2**26, 7 * 101, 1])
 def test_equals_one_by_one(model, chunk, monkeypatch):
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", {"cpu": chunk})
     batch = make_batch()
     expected, expected_entropy = one_by_one(model, batch, 0.7)
     got, entropy = token_logprobs(model, batch, 0.7, also="entropy_grad")
@@ -44,13 +44,54 @@ def test_equals_one_by_one(model, chunk, monkeypatch):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-def test_only_predicting_positions_meet_the_head(model):
+def test_logits_exist_for_a_chunk_of_the_predicting_positions(model, monkeypatch):
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", {"cpu": 7 * 101})
+    rows, compute = [], logprobs._logits
+
+    def recorded(hidden, *args):
+        rows.append(len(hidden))
+        return compute(hidden, *args)
+
+    monkeypatch.setattr(logprobs, "_logits", recorded)
     batch = make_batch()
-    rows = []
-    hook = model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
-    token_logprobs(model, batch, 1.0)
-    hook.remove()
-    assert rows == [int(batch.response_mask.sum())]
+    n = int(batch.response_mask.sum())
+    got, _ = token_logprobs(model, batch, 1.0)
+    assert max(rows) == 7 and sum(rows) == n
+    torch.autograd.grad(got.sum(), list(model.parameters()))
+    assert max(rows) == 7 and sum(rows) == 2 * n
+
+
+SIZES = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+WITH_MORE_AFTER_THE_HEAD = [
+    GraniteConfig(**SIZES, logits_scaling=8.0),
+    CohereConfig(**SIZES, logit_scale=0.25),
+    PhiConfig(**SIZES),  # a bias
+]
+
+
+@pytest.mark.parametrize("config", WITH_MORE_AFTER_THE_HEAD, ids=lambda c: c.model_type)
+def test_what_a_model_does_to_its_logits_is_done(config):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    batch = make_batch()
+    expected, _ = one_by_one(model, batch, 0.7)
+    got, _ = token_logprobs(model, batch, 0.7)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
+    parameters = list(model.parameters())
+    mine = torch.autograd.grad(got.sum(), parameters)
+    theirs = torch.autograd.grad(expected.sum(), parameters)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4 * float(b.abs().max()) + 1e-5, rtol=1e-3)
 
 
 def test_nothing_to_train_has_a_gradient_of_zeros(model):
