@@ -12,3 +12,14 @@ def forkserver() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["minirl.launch", "minirl.testing", "minirl.rollout.server"])
     return context
+
+
+LONGEST = ["tests/test_train.py", "tests/rollout/test_engines.py", "tests/test_selftest.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that several processes end together (`make test` has two)."""
+    files = [item.nodeid.partition("::")[0] for item in items]
+    order = {file: place for place, file in enumerate(LONGEST)}
+    ranked = sorted(range(len(items)), key=lambda i: order.get(files[i], len(order)))
+    items[:] = [items[i] for i in ranked]
