@@ -18,6 +18,7 @@ from minirl.records import Records
 from minirl.rollout.manager import groups_for_training, varied_groups
 from minirl.run import Run
 from minirl.trainer import packing
+from minirl.trainer.performance import PeakMemory, step_performance
 from minirl.trainer.update import TrainedModel
 from minirl.types import GREEDY, Group, MicroBatch, Trajectory
 
@@ -45,6 +46,7 @@ class Steps:
         self._stack = ExitStack()
         self._records: Records | None = None
         self._bad_steps_in_a_row = 0
+        self._memory = PeakMemory(run.world.device)
         self.trajectories: list[Trajectory] = []
         """All that were sampled in the step, also those that do not train; on rank 0."""
         self.number = 0
@@ -84,10 +86,13 @@ class Steps:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Time a part as `timing_s/<name>` and show it as the phase."""
+        """Time a part as `timing_s/<name>` and show it as the phase; the peak of its memory too."""
         shown = self._records.phase(name) if self._records else nullcontext()
+        self._memory.take()
         with timer(self._metrics, name), shown:
             yield
+        if (peak := self._memory.take()) is not None:
+            self._metrics.add(f"perf/max_memory_gb/{name}", peak, reduce="max")
 
     async def generate(self) -> list[Group]:
         """Roll out the next batch of prompts, rewards included; then the engines sleep.
@@ -277,6 +282,13 @@ class Steps:
         self._metrics.add("training/epoch", self._loader.epoch, reduce="last")
         metrics = self._metrics.result()
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / seconds
+        phases = {
+            name.removeprefix("timing_s/"): value
+            for name, value in metrics.items()
+            if name.startswith("timing_s/")
+        }
+        run, epochs = self._run, config.actor.ppo_epochs
+        metrics |= step_performance(run.policy, batch, run.world, phases, epochs)
         records.log(self.number, metrics)
 
     def _load_checkpoint(self) -> int | None:
