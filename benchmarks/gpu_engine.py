@@ -14,20 +14,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.shapes import SHAPES
+
 ROOT = Path(__file__).parents[1]
-QWEN3_06B = {
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-}
+QWEN3_06B = SHAPES["qwen3-0.6b"]
 TINY = QWEN3_06B | {
     "vocab_size": 331,
     "hidden_size": 256,
