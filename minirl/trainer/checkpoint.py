@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, whatever kills the run; and Hugging Face folders.
+"""Checkpoints: complete or absent, whatever kills the run.
 
 `checkpoints/step_000010/` holds `state/` (torch.distributed.checkpoint: parameters and optimizer of
 policy and critic, readable by any number of ranks), `rng_<rank>.json` and `meta.json`. It is
@@ -11,6 +11,7 @@ import os
 import random
 import re
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,16 +19,19 @@ from typing import Any, Protocol
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from minirl.config import ConfigError
 from minirl.distributed import Dist
-from minirl.trainer.fsdp import WeightBuckets
 
 STEP_NAME = re.compile(r"step_(\d+)")
-NOT_EXPORTED = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
 
 class Part(Protocol):
@@ -117,23 +121,18 @@ def load(path: Path, parts: Mapping[str, Part], world: Dist) -> dict[str, Any]:
     return {"step": meta["step"]} | meta["extra"]
 
 
-def export_hf(model: PreTrainedModel, source: Path, out: Path, dtype: torch.dtype) -> None:
-    """Write a Hugging Face folder in `dtype`, with the tokenizer's files from `source`.
+def load_weights(path: Path, part: str, model: PreTrainedModel) -> None:
+    """Fill `model` with the weights of `part` (`actor`, `critic`); ConfigError if it is another's.
 
-    Every rank takes part; rank 0 holds the full weights in memory and writes.
+    Needs no other rank, whatever the number that saved.
     """
-    main = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    full = {
-        name: tensor.to("cpu", copy=True)
-        for bucket in WeightBuckets(model, 2**28, dtype)
-        for name, tensor in (bucket if main else [])
-    }
-    if not main:
-        return
-    model.save_pretrained(out, state_dict=full)
-    for file in source.iterdir():
-        if file.suffix in (".json", ".txt", ".jinja", ".model") and file.name not in NOT_EXPORTED:
-            shutil.copy(file, out)
+    saved = json.loads((path / "meta.json").read_text())["parameters"].get(part)
+    _check_same_model(path, part, saved, _shapes_of(model))
+    weights = get_model_state_dict(model)
+    with warnings.catch_warnings():  # it says that there is no other rank
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load({part: {"model": weights}}, checkpoint_id=path / "state", no_dist=True)
+    set_model_state_dict(model, weights)
 
 
 def _state(parts: Mapping[str, Part]) -> dict[str, Any]:
@@ -142,10 +141,11 @@ def _state(parts: Mapping[str, Part]) -> dict[str, Any]:
 
 
 def _shapes(parts: Mapping[str, Part]) -> dict[str, dict[str, list[int]]]:
-    return {
-        part: {name: list(p.shape) for name, p in trained.model.named_parameters()}
-        for part, trained in parts.items()
-    }
+    return {part: _shapes_of(trained.model) for part, trained in parts.items()}
+
+
+def _shapes_of(model: nn.Module) -> dict[str, list[int]]:
+    return {name: list(p.shape) for name, p in model.named_parameters()}
 
 
 def _check_same_model(path: Path, part: str, saved: dict[str, Any] | None, here: Any) -> None:

@@ -101,7 +101,7 @@ def load_model(
         _replace_head(full)
     if full is not None and not is_sharded(world):
         return _prepare(full, model)
-    empty = _uninitialized(path, model)
+    empty = empty_model(path, model)
     if value_head:
         _replace_head(empty)
     sharded = shard(_prepare(empty, model), world, dtype)
@@ -175,7 +175,7 @@ def _prepare(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     return model.train()
 
 
-def _uninitialized(path: str, model: ModelConfig) -> PreTrainedModel:
+def empty_model(path: str, model: ModelConfig) -> PreTrainedModel:
     """The model with untouched memory as weights, which the system does not even allocate."""
     with no_init_weights():
         empty = AutoModelForCausalLM.from_config(

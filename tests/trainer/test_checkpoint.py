@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from trainer_helpers import alone, make_batch, make_config, save_model
-from transformers import AutoModelForCausalLM
 
 from minirl.config import ConfigError, OptimConfig
 from minirl.trainer import checkpoint
@@ -75,18 +74,6 @@ def test_a_checkpoint_of_another_model_is_refused(config, world, tmp_path, tmp_p
     tied = make_config(save_model(tmp_path_factory.mktemp("tied"), "qwen3_tied"))
     with pytest.raises(ConfigError, match=r"another model: lm_head\.weight .* not there in model"):
         PolicyTrainer(tied, world).load(path)
-
-
-def test_export_is_a_model_folder(config, world, folder, tmp_path):
-    (folder / "tokenizer.json").write_text("{}")
-    trainer = PolicyTrainer(config, world)
-    step(trainer, 1)
-    checkpoint.export_hf(trainer.model, folder, tmp_path / "hf", torch.float32)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
-    for name, parameter in trainer.model.named_parameters():
-        assert torch.equal(loaded[name], parameter)
-    assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
-    (folder / "tokenizer.json").unlink()
 
 
 def test_a_kill_while_saving_leaves_the_last_checkpoint(config, world, folder, tmp_path):
