@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minirl import credit
 from minirl.agent_loop import derive_seed
+from minirl.agreement import agreement_metrics
 from minirl.curriculum import hinted_batch, hinted_logprobs
 from minirl.data import PromptLoader
 from minirl.evaluate import validate
@@ -272,6 +273,7 @@ class Steps:
             )
         )
         self._metrics.update(credit.batch_metrics(batch), reduce="last")
+        self._metrics.update(agreement_metrics(batch), reduce="last")
         await records.write(self.number, "train", self.trajectories)
         members = [t for group in self._groups for t in group.trajectories]
         if bad := [members[index] for index in sorted(self._bad_sequences)]:

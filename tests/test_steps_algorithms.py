@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from policy_engine import PolicyServer
 from transformers import AutoModelForCausalLM
 
-from minirl import credit
+from minirl import check_logprobs, credit
 from minirl.algorithms import ADV_ESTIMATORS, POLICY_LOSSES, requirements
 from minirl.chat import ChatBuilder
 from minirl.config import ConfigError, load_config
@@ -24,6 +25,7 @@ from minirl.steps import BadStepsError
 from minirl.testing import byte_tokenizer, tiny_model
 from minirl.tracking import read_metrics
 from minirl.train import main
+from minirl.trainer.model import LanguageModel
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -121,6 +123,22 @@ async def test_gae_trains_policy_and_critic(project: Path) -> None:
         sum(row[f"critic/{name}/mean"] for row in rows[-4:]) / 4 for name in ("values", "returns")
     )
     assert returns > 0.2 and values == pytest.approx(returns, abs=0.15)
+
+
+async def test_check_logprobs_compares_engine_and_trainer(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config([f"{project}/config.yaml", f"data.val_files=[{project}/rows.jsonl]"])
+    try:
+        await check_logprobs.main(config)
+        table = capsys.readouterr().out
+        assert re.search(r"all +│ 4\d\d +│ \d\.\d+e-0[6-9]", table) and "first_token" in table
+        compute = LanguageModel.compute_logprobs
+        monkeypatch.setattr(LanguageModel, "compute_logprobs", lambda *a: compute(*a) + 3e-4)
+        with pytest.raises(check_logprobs.DisagreementError, match=r"0\.0003 is above .*=0\.0001"):
+            await check_logprobs.main(config)
+    finally:
+        SOCKETS.remove()
 
 
 SECTIONS = {"gae": ["critic={}"], "cpo": ["algorithm.cpo={}"]}
