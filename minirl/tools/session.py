@@ -227,7 +227,8 @@ def watch_blocking(work: Coroutine[Any, Any, Any], tool: BaseTool) -> Generator[
     while True:
         start = time.perf_counter()
         try:
-            step = work.send(value) if error is None else work.throw(error)
+            with WAITS.blocked_by(f"tool {tool.name!r}"):
+                step = work.send(value) if error is None else work.throw(error)
         except StopIteration as stop:
             return stop.value
         finally:

@@ -22,6 +22,7 @@ from minirl.testing import ScriptedServer, byte_tokenizer, make_context
 from minirl.tools import BaseTool, ToolResponse
 from minirl.tools.calculator import CalculatorTool
 from minirl.types import Trajectory
+from minirl.waits import WAITS
 
 TOKENIZER = byte_tokenizer()
 SETTINGS = ["data.max_prompt_length=4096", "rollout.response_length=2048", "rollout.n=1"]
@@ -108,9 +109,18 @@ def random_delays(seed: int) -> Callable[[str, int], float]:
 
 
 async def test_order_of_the_results(open_rollout: Opener) -> None:
-    async with open_rollout(right, "rollout.n=3", delay_s=random_delays(0)) as rollout:
+    all_are_there = asyncio.Event()
+
+    async def reply(*request: Any) -> str:
+        if rollout.engine.most_running == 15:
+            all_are_there.set()
+        await all_are_there.wait()
+        await asyncio.sleep(delay(*request[:2]))
+        return right(*request)
+
+    delay = random_delays(0)
+    async with open_rollout(reply, "rollout.n=3") as rollout, asyncio.timeout(60):
         trajectories = await rollout.manager.generate_sequences(prompts(5), step=1)
-        assert rollout.engine.most_running == 15
     assert [(t.uid, t.sample_index) for t in trajectories] == [
         (f"0-{i}", k) for i in range(5) for k in range(3)
     ]
@@ -562,10 +572,11 @@ async def test_a_rollout_that_stands_still_says_who_waits_for_what(
                     return record.getMessage()
             await asyncio.sleep(0.02)
 
-    async with open_rollout(reply, "rollout.stall_warning_s=0.1", tools=[Slow({})]) as rollout:
+    async with open_rollout(reply, tools=[Slow({})]) as rollout:
         rows = prompts(3, agent_name="tool_agent")
         watching = asyncio.create_task(watch())
-        await rollout.manager.generate_sequences(rows, step=1)
+        with WAITS.explained(0.1):
+            await rollout.manager.generate_sequences(rows, step=1)
         message = await watching
     assert "1 for tool 'calculator': 0-0/0 (" in message
     assert "1 for generation on engine 0: 0-1/0 (" in message
