@@ -4,11 +4,14 @@ collectives.
 Every collective here runs on CPU tensors over gloo, so it works while an engine holds the GPU.
 """
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +19,24 @@ from torch import Tensor
 
 from minirl.config import Config, ConfigError
 from minirl.types import PER_SEQUENCE, MicroBatch
+from minirl.waits import INNERMOST, WAITS
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def collective(method: Callable[P, R]) -> Callable[P, R]:
+    """A wait for the other ranks: each rank's log says in which it has been for long, and what for
+    (`the trainer's Dist.broadcast_batch, where it waits for other ranks in broadcast_batch`)."""
+
+    @wraps(method)
+    def named(*args: P.args, **kwargs: P.kwargs) -> R:
+        outer = INNERMOST.get()
+        place = f"{outer.what}, where it waits for" if outer else "the"
+        with WAITS.on(f"{place} other ranks in {method.__name__}", logging.INFO):
+            return method(*args, **kwargs)
+
+    return named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +88,14 @@ class Dist:
         """Wait for every rank."""
         self.sum_floats([0.0])  # dist.barrier() would use the GPU, and need a device for it
 
+    @collective
     def sum_floats(self, values: list[float]) -> list[float]:
         """Element-wise sum over ranks; every rank passes the same number of values."""
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
         return total.tolist()
 
+    @collective
     def gather_floats(self, values: list[float]) -> list[list[float]]:
         """Every rank's values, by rank; every rank passes the same number of values."""
         mine = torch.tensor(values, dtype=torch.float64)
@@ -80,6 +103,7 @@ class Dist:
         dist.all_gather(parts, mine)
         return [part.tolist() for part in parts]
 
+    @collective
     def sum_tensor(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place, of a CPU tensor."""
         dist.all_reduce(tensor)
@@ -100,6 +124,7 @@ class Dist:
         dist.all_gather(parts, mine)
         return [bytes(part[:size].tolist()) for part, size in zip(parts, sizes, strict=True)]
 
+    @collective
     def broadcast_batch(self, batch: MicroBatch | None) -> MicroBatch:
         """Rank 0's batch (CPU tensors) on every rank; the others pass None.
 

@@ -8,6 +8,7 @@ none or with trainer.resume_mode=disable. Prints a table and writes `evaluation.
 
 import json
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from minirl.config import Config
 from minirl.launch import run_command
 from minirl.rewards import reward_number
 from minirl.run import Run, open_run
-from minirl.tracking import TrajectoryWriter
+from minirl.tracing import TrajectoryWriter
 from minirl.types import Trajectory
 from minirl.validation import ValResult, validation_metrics
 
@@ -53,12 +54,14 @@ async def evaluate(run: Run) -> None:
         step = state["step"] if state else 0
     await run.sync(run.policy.weights, step)
     if run.inputs:
+        start = time.perf_counter()
         metrics, trajectories = await validate(run, step)
-        _report(run, step, metrics, trajectories)
+        _report(run, step, metrics)
+        writer = TrajectoryWriter(run.config.trainer.run_dir, run.inputs.tokenizer.decode)
+        writer.write(step, "evaluate", trajectories, start)
 
 
-def _report(run: Run, step: int, metrics: dict[str, float], trajectories: list[Trajectory]) -> None:
-    assert run.inputs is not None
+def _report(run: Run, step: int, metrics: dict[str, float]) -> None:
     run_dir = run.config.trainer.run_dir
     what = f"checkpoint of step {step}" if step else f"start policy {run.config.model.path}"
     table = Table("metric", "value", title=f"{run.config.trainer.experiment_name}: {what}")
@@ -67,7 +70,6 @@ def _report(run: Run, step: int, metrics: dict[str, float], trajectories: list[T
     Console().print(table)
     content: dict[str, Any] = {"step": step, "model": run.config.model.path, **metrics}
     (run_dir / "evaluation.json").write_text(json.dumps(content, indent=2) + "\n")
-    TrajectoryWriter(run_dir).write(step, "evaluate", trajectories, run.inputs.tokenizer.decode)
 
 
 async def main(config: Config) -> None:

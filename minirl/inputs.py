@@ -19,6 +19,7 @@ from minirl.rollout.server import SERVERS
 from minirl.rollout.transformers_server import check_transformers
 from minirl.rollout.vllm_server import check_vllm
 from minirl.rollout.wire import to_wire
+from minirl.tracing import check_traces
 from minirl.tracking import check_trackers
 from minirl.trainer.policy import check_config
 
@@ -73,6 +74,7 @@ def _check_names(config: Config) -> None:
     named("rollout.mode", MODES.find, config.rollout.mode)
     named("rollout.multi_turn.format", TOOL_PARSERS.find, config.rollout.multi_turn.format)
     check_trackers(config.trainer.logger)
+    check_traces(config)
 
 
 def _modules(config: Config, parts: AgentParts, rows: list[Row]) -> list[str]:

@@ -13,12 +13,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import uvloop
 
 from minirl.config import Config, ConfigError, load_config
+from minirl.waits import WAITS
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,8 +43,10 @@ class TrainerThread:
 
     async def __call__(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run `function(*args, **kwargs)` there; the event loop goes on meanwhile."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, lambda: function(*args, **kwargs))
+        loop, name = asyncio.get_running_loop(), getattr(function, "__qualname__", str(function))
+        with WAITS.on(f"the trainer's {name}", logging.INFO):
+            work = partial(copy_context().run, function, *args, **kwargs)
+            return await loop.run_in_executor(self._executor, work)
 
 
 class SocketFolder:

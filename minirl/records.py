@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
+from types import TracebackType
 from typing import Any, Self
 
 from minirl.config import Config, to_yaml
 from minirl.display import Display
-from minirl.tracking import Tracking, TrajectoryWriter
+from minirl.tracing import TokenValues, Traces
+from minirl.tracking import Tracking
 from minirl.types import Trajectory
 
 
@@ -39,28 +41,44 @@ class Records:
         start_step = self._resumed or 0
         display = Display(self._total_steps, trainer.experiment_name, start_step=start_step)
         self._display = self._stack.enter_context(display)
-        self._writer = TrajectoryWriter(trainer.run_dir)
+        self._traces = self._stack.enter_context(Traces(self._config, self._decode))
         if self._resumed is not None:
             self._display.message(f"resumed from step {self._resumed} of {trainer.run_dir}")
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, traceback)
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
         """Show `name` as what is going on."""
         return self._display.phase(name)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the numbers of a step."""
-        self._tracking.log(step, metrics)
+    async def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the numbers of a step; in a thread, as some trackers wait for a server."""
+        metrics = {**metrics, **self._traces.metrics()}
+        await asyncio.to_thread(self._tracking.log, step, metrics)
         self._display.step(step, metrics)
 
     async def write(
-        self, step: int, split: str, trajectories: Sequence[Trajectory], *, limit: int | None = None
+        self,
+        step: int,
+        split: str,
+        trajectories: Sequence[Trajectory],
+        step_start: float,
+        token_values: TokenValues | None = None,
     ) -> None:
-        """Keep trajectories, at most rollout.trace of them unless `limit` says otherwise (-1 =
-        all)."""
-        limit = self._config.rollout.trace if limit is None else limit
-        chosen = trajectories if limit < 0 else trajectories[:limit]
-        await asyncio.to_thread(self._writer.write, step, split, chosen, self._decode)
+        """Keep those that rollout.trace asks for; `step_start` by time.perf_counter()."""
+        await asyncio.to_thread(
+            self._traces.write, step, split, trajectories, step_start, token_values
+        )
+
+    async def write_all(
+        self, step: int, split: str, trajectories: Sequence[Trajectory], step_start: float
+    ) -> None:
+        """Keep every one of them, in the file only, whatever rollout.trace says."""
+        await asyncio.to_thread(self._traces.writer.write, step, split, trajectories, step_start)

@@ -33,6 +33,7 @@ from minirl.rollout.worker import LocalWorker, Workers
 from minirl.rollout.worker_pool import begin_imports, open_pool
 from minirl.trainer.critic import CriticTrainer
 from minirl.trainer.policy import PolicyTrainer, ReferencePolicy
+from minirl.waits import CONVERSATION, WAITS
 
 HEALTH_INTERVAL_S = 1.0
 
@@ -81,6 +82,8 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
             await on_trainer(torch.cuda.set_device, world.device)  # each thread has its own
         log_file = config.trainer.run_dir / "logs" / f"rank_{world.rank}.log"
         stack.enter_context(_logging(log_file))
+        stack.enter_context(WAITS.explained(config.rollout.stall_warning_s))
+        CONVERSATION.set(f"rank {world.rank}")
         SOCKETS.join(await on_trainer(world.broadcast_text, SOCKETS.make() if is_main else ""))
         addresses = [f"ipc://{SOCKETS.path}/engine_{group}" for group in range(world.num_groups)]
         total_steps = await on_trainer(_total_steps, config, world, inputs)
@@ -150,7 +153,8 @@ async def _start_engine(config: Config, world: Dist, stack: AsyncExitStack) -> A
         # spinning, and a worker with as many threads as there are cores loses most of its speed.
         num_threads=max(1, (cores - 1) // size),
     )
-    return await stack.enter_async_context(server)
+    with WAITS.on(f"engine {world.group} to start", logging.INFO):  # minutes, for a large model
+        return await stack.enter_async_context(server)
 
 
 async def _connect(

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -46,6 +47,7 @@ class Steps:
         self._metrics = Metrics()
         self._stack = ExitStack()
         self._records: Records | None = None
+        self._started = time.perf_counter()
         self._bad_steps_in_a_row = 0
         self._memory = PeakMemory(run.world.device)
         self.trajectories: list[Trajectory] = []
@@ -57,8 +59,13 @@ class Steps:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, traceback)
 
     async def start(self) -> None:
         """Resume from a checkpoint where there is one; open the records."""
@@ -191,7 +198,7 @@ class Steps:
             return {}
         metrics, trajectories = await validate(self._run, self.number)
         self._metrics.update(metrics, reduce="last")
-        await self._records.write(self.number, "val", trajectories)
+        await self._records.write(self.number, "val", trajectories, self._started)
         return metrics
 
     def due(self, every: int) -> bool:
@@ -227,10 +234,10 @@ class Steps:
                 " and the last state is in its checkpoints"
             )
 
-    def record_start(self) -> None:
+    async def record_start(self) -> None:
         """Record what was measured before the first step."""
         if self._records and self.number == 0:
-            self._records.log(0, self._metrics.result())
+            await self._records.log(0, self._metrics.result())
 
     async def _generate_batch(self) -> list[Group]:
         """One batch of prompts; the groups that are left of it."""
@@ -274,10 +281,17 @@ class Steps:
         )
         self._metrics.update(credit.batch_metrics(batch), reduce="last")
         self._metrics.update(agreement_metrics(batch), reduce="last")
-        await records.write(self.number, "train", self.trajectories)
         members = [t for group in self._groups for t in group.trajectories]
+        places = {id(trajectory): index for index, trajectory in enumerate(members)}
+
+        def token_values(trajectory: Trajectory) -> dict[str, list[float]]:
+            index = places.get(id(trajectory))  # None: it does not train
+            return {} if index is None else packing.response_values(batch, index)
+
+        start = self._started
+        await records.write(self.number, "train", self.trajectories, start, token_values)
         if bad := [members[index] for index in sorted(self._bad_sequences)]:
-            await records.write(self.number, "bad", bad, limit=-1)
+            await records.write_all(self.number, "bad", bad, start)
         seconds = time.perf_counter() - self._started
         self._metrics.add("training/bad_step", bool(bad), reduce="last")
         self._metrics.add("timing_s/step", seconds, reduce="last")
@@ -291,7 +305,7 @@ class Steps:
         }
         run, epochs = self._run, config.actor.ppo_epochs
         metrics |= step_performance(run.policy, batch, run.world, phases, epochs)
-        records.log(self.number, metrics)
+        await records.log(self.number, metrics)
 
     def _load_checkpoint(self) -> int | None:
         """Go on from the latest checkpoint, if there is one; its step, or None."""

@@ -1,23 +1,21 @@
-"""Where the metrics of a run go, and the files of trajectories that it leaves behind."""
+"""Where the metrics of a run go."""
 
 import importlib.util
 import itertools
 import json
 import logging
-import math
-import os
 import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from minirl.config import ConfigError
+from minirl.jsonl import replace_lines, to_json
+from minirl.mlflow_writer import open_experiment, store_options
 from minirl.registry import Registry
-from minirl.types import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +37,8 @@ class Tracker(Protocol):
 
 
 TRACKERS: Registry[Callable[..., Tracker]] = Registry("tracker")
-PACKAGES = {"wandb", "mlflow", "swanlab"}
-"""Trackers that are packages of the same name, installed by whoever wants them."""
+PACKAGES = {"tensorboard", "wandb", "mlflow", "swanlab"}
+"""Trackers that are packages of the same name; the extra that brings each has it, too."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -69,19 +67,27 @@ class Tracking:
         *,
         resumed_at: int | None = None,
     ) -> None:
-        self._factories = [TRACKERS.find(name) for name in names]
+        self._factories = {name: TRACKERS.find(name) for name in names}
         self._run_dir, self._config, self._resumed_at = Path(run_dir), config, resumed_at
         self._last_step = -1 if resumed_at is None else resumed_at
-        self._trackers: list[Tracker] = []
+        self._trackers: dict[str, Tracker] = {}
         self._stack = ExitStack()
+        self.num_failures = 0
 
     def __enter__(self) -> Self:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            for factory in self._factories:
-                tracker = factory(self._run_dir, self._config, self._resumed_at)
-                stack.callback(tracker.close)
-                self._trackers.append(tracker)
+            for name, factory in self._factories.items():
+                try:
+                    tracker = factory(self._run_dir, self._config, self._resumed_at)
+                except ConfigError:
+                    raise
+                except Exception as error:  # of whatever kind a package has
+                    raise ConfigError(
+                        f"trainer.logger: {name} cannot be opened: {type(error).__name__}: {error}"
+                    ) from error
+                stack.callback(self._attempt, name, "be closed", tracker.close)
+                self._trackers[name] = tracker
             self._stack = stack.pop_all()
         return self
 
@@ -89,12 +95,26 @@ class Tracking:
         self._stack.close()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record all of a step at once; ValueError if `step` is not later than the one before."""
+        """Record all of a step at once; ValueError if `step` is not later than the one before.
+
+        A tracker that fails does not end the run: it is named in a warning, and counted in
+        `tracking/failures`, which the others get from the next step on.
+        """
         if step <= self._last_step:
             raise ValueError(f"step {step} after step {self._last_step}: log a step once, in order")
         self._last_step = step
-        for tracker in self._trackers:
-            tracker.log(step, metrics)
+        if self.num_failures:
+            metrics = {**metrics, "tracking/failures": self.num_failures}
+        for name, tracker in self._trackers.items():
+            self._attempt(name, f"take step {step}", tracker.log, step, metrics)
+
+    def _attempt(self, name: str, what: str, function: Callable[..., None], *args: Any) -> None:
+        try:
+            function(*args)
+        except Exception as error:  # a network, a disk, a service: never worth a run
+            self.num_failures += 1
+            logger.warning("trainer.logger: %s could not %s: %r", name, what, error)
+            logger.info("trainer.logger: %s", name, exc_info=error)
 
 
 @TRACKERS.register("console")
@@ -127,7 +147,7 @@ class JsonlTracker:
         kept: list[dict[str, Any]] = []
         if resumed_at is not None and path.exists():
             kept = [row for row in read_metrics(run_dir) if row["step"] <= resumed_at]
-            _replace(path, [to_json(row) for row in kept])
+            replace_lines(path, [to_json(row) for row in kept])
         elif path.exists():
             path.rename(_free_name(path))
         self._start = time.monotonic() - (kept[-1]["seconds"] if kept else 0.0)
@@ -166,7 +186,11 @@ class TensorBoardTracker:
 
 @TRACKERS.register("wandb")
 class WandbTracker:
-    """Weights & Biases; its own settings (WANDB_MODE, WANDB_PROJECT, ...) hold."""
+    """Weights & Biases; its own settings (WANDB_MODE, WANDB_PROJECT, ...) hold.
+
+    The x axis is `step`, not wandb's own count, which takes no step twice: a run that is resumed
+    from a checkpoint repeats those after it.
+    """
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
         wandb = _third_party("wandb")
@@ -177,9 +201,11 @@ class WandbTracker:
             resume="allow",
             config=dict(config),
         )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
         self._run.finish()
@@ -187,20 +213,25 @@ class WandbTracker:
 
 @TRACKERS.register("mlflow")
 class MlflowTracker:
-    """MLflow; its own settings (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...) hold."""
+    """MLflow: the store of rollout.trace.mlflow, whose traces then belong to the same run; without
+    it MLflow's own settings (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...) hold."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
         self._mlflow = _third_party("mlflow")
+        trace = (config.get("rollout") or {}).get("trace") or {}
+        if trace.get("mlflow"):
+            open_experiment(**store_options(run_dir, **trace["mlflow"]))
         id_file = run_dir / "mlflow_run_id"
-        if resumed_at is not None and id_file.exists():
-            self._mlflow.start_run(run_id=id_file.read_text())
-            return
-        run = self._mlflow.start_run(run_name=run_dir.name)
-        id_file.write_text(run.info.run_id)
-        self._mlflow.log_dict(json.loads(to_json(config)), "config.json")
+        known = id_file.read_text() if resumed_at is not None and id_file.exists() else None
+        run = self._mlflow.start_run(run_id=known, run_name=None if known else run_dir.name)
+        self._run_id = run.info.run_id
+        if not known:
+            id_file.write_text(self._run_id)
+            self._mlflow.log_dict(json.loads(to_json(config)), "config.json")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics({_mlflow_name(k): v for k, v in metrics.items()}, step=step)
+        numbers = {_mlflow_name(name): value for name, value in metrics.items()}
+        self._mlflow.log_metrics(numbers, step=step, run_id=self._run_id)
 
     def close(self) -> None:
         self._mlflow.end_run()
@@ -213,11 +244,11 @@ class SwanlabTracker:
     def __init__(self, run_dir: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
         self._swanlab = _third_party("swanlab")
         self._swanlab.init(
-            experiment_name=run_dir.name,
-            logdir=str(run_dir / "swanlab"),
+            name=run_dir.name,
+            log_dir=str(run_dir / "swanlab"),
             id=_run_id(run_dir, "swanlab", resumed_at),
             resume="allow",
-            config=dict(config),
+            config=json.loads(to_json(config)),
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -225,40 +256,6 @@ class SwanlabTracker:
 
     def close(self) -> None:
         self._swanlab.finish()
-
-
-class TrajectoryWriter:
-    """`<run_dir>/trajectories/step_000012.jsonl`: one strict JSON object per trajectory."""
-
-    def __init__(self, run_dir: str | Path) -> None:
-        self._dir = Path(run_dir) / "trajectories"
-
-    def write(
-        self,
-        step: int,
-        split: str,
-        trajectories: Sequence[Trajectory],
-        decode: Callable[[list[int]], str],
-    ) -> Path:
-        """Put the trajectories of a split ("train", "val") into the file of the step.
-
-        Each line holds `step`, `split`, every field of Trajectory, and `prompt` and `response`
-        decoded. What the file holds of other splits stays; of the same split it is replaced, so a
-        step that is run again after a resumption is not there twice. The file is written beside
-        and renamed, so it is always whole.
-        """
-        self._dir.mkdir(parents=True, exist_ok=True)
-        path = self._dir / f"step_{step:06d}.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        lines = [line for line in lines if json.loads(line)["split"] != split]
-        for trajectory in trajectories:
-            text = {
-                "prompt": decode(trajectory.prompt_ids),
-                "response": decode(trajectory.response_ids),
-            }
-            lines.append(to_json({"step": step, "split": split, **asdict(trajectory), **text}))
-        _replace(path, lines)
-        return path
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
@@ -280,30 +277,6 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def to_json(value: Any) -> str:
-    """Strict JSON on one line: non-finite floats as in JsonlTracker, arrays as lists, and whatever
-    JSON does not know as its `str`."""
-    return json.dumps(_plain(value), allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, str | int | float | None):
-        return value
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
-
-
-def _replace(path: Path, lines: Sequence[str]) -> None:
-    beside = path.with_name(f"{path.name}.tmp")
-    beside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    os.replace(beside, path)
-
-
 def _free_name(path: Path) -> Path:
     candidates = (path.with_suffix(f".{n}{path.suffix}") for n in itertools.count(1))
     return next(candidate for candidate in candidates if not candidate.exists())
@@ -319,7 +292,9 @@ def _third_party(name: str) -> Any:
 
 
 def _not_installed(name: str) -> ConfigError:
-    return ConfigError(f"trainer.logger: got {name!r}, but it is not installed; pip install {name}")
+    return ConfigError(
+        f"trainer.logger: got {name!r}, but it is not installed; pip install 'minirl[{name}]'"
+    )
 
 
 def _run_id(run_dir: Path, tracker: str, resumed_at: int | None) -> str:

@@ -24,7 +24,7 @@ async def train(run: Run) -> None:
         await steps.update_weights()
         if trainer.val_before_train and steps.number == 0:
             await steps.validate()
-        steps.record_start()
+        await steps.record_start()
         for step in steps:
             with steps.timed("gen"):
                 groups = await steps.generate()

@@ -39,6 +39,38 @@ class TokenOutput:
     num_cached_tokens: int = 0
     num_preempted: int = 0
     weight_version: int = 0
+    server: int | None = None
+    """Index of the engine that sampled it; this and the times are the router's to set."""
+    start: float | None = None
+    end: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRecord:
+    """One turn of the policy as it happened, for traces.
+
+    Times here and in the other records are seconds of `time.perf_counter()`, whose zero all
+    processes of a machine share; None where nobody measured them.
+    """
+
+    finish_reason: FinishReason
+    server: int | None = None
+    num_cached_tokens: int = 0
+    num_preempted: int = 0
+    start: float | None = None
+    end: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardRecord:
+    """One part of the reward and when it was computed."""
+
+    name: str
+    """`outcome`, `tool/<name>`, or `user` (what a simulated user gave for the turn before)."""
+    value: float | None
+    """None where it failed."""
+    start: float
+    end: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +88,7 @@ class ToolCallRecord:
     ]
     reward: float = 0.0
     seconds: float = 0.0
+    start: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +101,7 @@ class Trajectory:
         response_mask     = [1] * len(A0) + [0] * len(O0) + [1] * len(A1)
         response_logprobs = logprobs of A0 + [0.0] * len(O0) + logprobs of A1
         turn_ends         = [len(A0), len(A0 + O0 + A1)]
+        turns             = [record of A0, record of A1]
 
     The three lists have equal length because only the two `append_` methods write to them.
     """
@@ -80,6 +114,8 @@ class Trajectory:
     """The engine's, 0.0 where the mask is 0."""
     turn_ends: list[int] = field(default_factory=list)
     """Per sampled turn, the length of the response up to its last token."""
+    turns: list[TurnRecord] = field(default_factory=list)
+    """Per sampled turn: when, where, how it ended."""
     turn_rewards: list[float] = field(default_factory=list)
     """Per sampled turn, the sum of what its tool calls returned."""
     weight_versions: list[int] = field(default_factory=list)
@@ -91,6 +127,8 @@ class Trajectory:
     answer: str | None = None
     """What it says in the end (`"72"`), where the reward function extracts it: majority votes."""
     tool_calls: list[ToolCallRecord] = field(default_factory=list)
+    rewards: list[RewardRecord] = field(default_factory=list)
+    """What was asked for a reward, in that order."""
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     """Traceback of the exception that ended it."""
@@ -100,6 +138,9 @@ class Trajectory:
     """0 .. rollout.n - 1 within the group; GREEDY for the greedy one."""
     data_source: str = ""
     ground_truth: Any = None
+    start: float | None = None
+    """Of the conversation; see TurnRecord."""
+    end: float | None = None
 
     def append_sampled(self, output: TokenOutput) -> None:
         """Append a turn of the policy."""
@@ -107,6 +148,16 @@ class Trajectory:
         self.weight_versions.append(output.weight_version)
         self.turn_ends.append(len(self.response_ids))
         self.turn_rewards.append(0.0)
+        self.turns.append(
+            TurnRecord(
+                finish_reason=output.finish_reason,
+                server=output.server,
+                num_cached_tokens=output.num_cached_tokens,
+                num_preempted=output.num_preempted,
+                start=output.start,
+                end=output.end,
+            )
+        )
 
     def append_observation(self, token_ids: list[int]) -> None:
         """Append tokens that the policy reads but did not sample."""

@@ -1,19 +1,23 @@
-"""Who waits for what since when: what a rollout says when it seems to stand still."""
+"""Who waits for what since when: what a run says when it seems to stand still."""
 
 import asyncio
 import logging
+import sys
+import threading
 import time
+import traceback
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
 
-CONVERSATION: ContextVar[str] = ContextVar("conversation", default="")
+CONVERSATION: ContextVar[str] = ContextVar("conversation", default="the run")
 """Prompt and sample of the conversation that the running task belongs to: `12-3/0`."""
 NUM_NAMED = 3  # conversations of each kind of wait that a report names
+NUM_FRAMES = 8  # of what blocks an event loop
 
 
 @dataclass(eq=False, slots=True)
@@ -21,12 +25,18 @@ class Wait:
     """One wait that has not ended."""
 
     what: str
+    level: int
     conversation: str
+    num_inner: int = 0
+    """Waits inside this one, which say it better."""
     since: float = field(default_factory=time.monotonic)
 
 
+INNERMOST: ContextVar[Wait | None] = ContextVar("innermost_wait", default=None)
+
+
 class Waits:
-    """The waits of a process.
+    """The waits of a process, on any thread.
 
     >>> with WAITS.on("tool 'search'"):
     ...     answer = await search(query)
@@ -34,51 +44,97 @@ class Waits:
 
     def __init__(self) -> None:
         self._waits: set[Wait] = set()
+        self._lock = threading.Lock()
 
     @contextmanager
-    def on(self, what: str) -> Iterator[None]:
-        """The running conversation waits for `what` inside."""
-        wait = Wait(what, CONVERSATION.get())
-        self._waits.add(wait)
-        try:
-            yield
-        finally:
-            self._waits.discard(wait)
+    def on(self, what: str, level: int = logging.WARNING) -> Iterator[None]:
+        """The running conversation waits for `what` inside; `level` INFO where that may well be
+        long, so that it is told in the log only."""
+        outer = INNERMOST.get()
+        with self._listed(Wait(what, level, CONVERSATION.get())) as wait:
+            self._count_inner(outer, 1)
+            INNERMOST.set(wait)
+            try:
+                yield
+            finally:
+                INNERMOST.set(outer)  # no reset: a generator may be closed in another context
+                self._count_inner(outer, -1)
 
-    def report(self, longer_than_s: float) -> str:
-        """Every wait that has lasted for so long, by what is waited for; "" if there is none."""
+    @contextmanager
+    def blocked_by(self, what: str) -> Iterator[None]:
+        """The event loop, and with it every conversation, waits for `what` inside: a step of a
+        coroutine, whose own waits go on after it."""
+        words = f"the event loop, which {what} blocks"
+        with self._listed(Wait(words, logging.WARNING, CONVERSATION.get())):
+            yield
+
+    @contextmanager
+    def _listed(self, wait: Wait) -> Iterator[Wait]:
+        with self._lock:
+            self._waits.add(wait)
+        try:
+            yield wait
+        finally:
+            with self._lock:
+                self._waits.discard(wait)
+
+    def _count_inner(self, outer: Wait | None, change: int) -> None:
+        if outer:
+            with self._lock:
+                outer.num_inner += change
+
+    def report(self, longer_than_s: float, level: int = logging.WARNING) -> str:
+        """Every wait of a level that has lasted for so long, by what is waited for; "" if there is
+        none. Of waits within waits the innermost is told."""
         now = time.monotonic()
+        with self._lock:
+            waits = [w for w in self._waits if w.level == level and not w.num_inner]
         kinds: dict[str, list[Wait]] = defaultdict(list)
-        for wait in sorted(self._waits, key=lambda wait: wait.since):
+        for wait in sorted(waits, key=lambda wait: wait.since):
             if now - wait.since >= longer_than_s:
                 kinds[wait.what].append(wait)
         lines = []
-        for what, waits in kinds.items():
-            named = [f"{w.conversation} ({now - w.since:.0f} s)" for w in waits[:NUM_NAMED]]
-            named += ["..."] if len(waits) > NUM_NAMED else []
-            lines.append(f"{len(waits)} for {what}: {', '.join(named)}")
+        for what, found in kinds.items():
+            named = [f"{w.conversation} ({now - w.since:.0f} s)" for w in found[:NUM_NAMED]]
+            named += ["..."] if len(found) > NUM_NAMED else []
+            lines.append(f"{len(found)} for {what}: {', '.join(named)}")
         return "\n  ".join(lines)
 
-    @asynccontextmanager
-    async def explained(self, after_s: float) -> AsyncIterator[None]:
-        """Log what has been waited for longer than `after_s`, every so often, while inside."""
+    @contextmanager
+    def explained(self, after_s: float) -> Iterator[None]:
+        """Log what has been waited for longer than `after_s`, every so often, while inside.
 
-        async def explain() -> None:
-            while True:
-                await asyncio.sleep(after_s)
-                if waiting := self.report(after_s):
-                    logger.warning(
-                        "conversations that have waited for more than %g s "
-                        "(rollout.stall_warning_s):\n  %s",
-                        after_s,
-                        waiting,
-                    )
+        From a thread, so that an event loop that is blocked is told, too: by what. Enter it in the
+        thread of the loop.
+        """
+        loop, loop_thread = asyncio.get_running_loop(), threading.get_ident()
+        ended, ticked = threading.Event(), threading.Event()
 
-        task = asyncio.create_task(explain())
+        def explain() -> None:
+            ticked.set()
+            while not ended.wait(after_s):
+                for level in (logging.WARNING, logging.INFO):
+                    if waiting := self.report(after_s, level):
+                        words = "waits of more than %g s (rollout.stall_warning_s):\n  %s"
+                        logger.log(level, words, after_s, waiting)
+                if not ticked.is_set():
+                    words = "the event loop has been blocked for more than %g s, by\n%s"
+                    logger.warning(words, after_s, _stack(loop_thread))
+                elif not ended.is_set():
+                    ticked.clear()
+                    loop.call_soon_threadsafe(ticked.set)
+
+        thread = threading.Thread(target=explain, name="waits", daemon=True)
+        thread.start()
         try:
             yield
         finally:
-            task.cancel()
+            ended.set()
+            thread.join()
+
+
+def _stack(thread: int) -> str:
+    return "".join(traceback.format_stack(sys._current_frames()[thread])[-NUM_FRAMES:]).rstrip()
 
 
 WAITS = Waits()

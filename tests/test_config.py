@@ -124,7 +124,7 @@ def test_a_wrong_type_names_key_value_and_what_is_allowed(override: str, message
         (["rollout.gpu_memory_utilization=1"], "a share between 0 and 1"),
         (["rollout.max_failure_fraction=2"], "got 2.0; must be between 0 and 1"),
         (["rollout.max_retries=-1"], "rollout.max_retries: got -1"),
-        (["rollout.trace=-2"], "rollout.trace: got -2"),
+        (["rollout.trace.max_samples_per_step=-2"], "max_samples_per_step: got -2; a number of"),
         (["rollout.agent.num_workers=-1"], "num_workers: got -1; a number of processes, or 0"),
         (["rollout.mode=sync", "rollout.agent.num_workers=2"], "got 2; rollout.mode=sync runs in"),
         (["rollout.agent.sticky_imbalance=0.5"], "sticky_imbalance: got 0.5; >= 1"),

@@ -134,7 +134,10 @@ def test_evaluation_needs_validation_rows_only(project: Path) -> None:
         ("rollout.multi_turn.format=hermis", "rollout.multi_turn.format: unknown tool parser"),
         ("rollout.name=vlm", "rollout.name: unknown inference engine 'vlm'; did you mean 'vllm'?"),
         ("trainer.logger=[jsnl]", "trainer.logger: unknown tracker 'jsnl'; did you mean 'jsonl'?"),
-        ("trainer.logger=[swanlab]", "got 'swanlab', but it is not installed; pip install swanlab"),
+        (
+            "trainer.logger=[swanlab]",
+            "got 'swanlab', but it is not installed; pip install 'minirl[swanlab]'",
+        ),
         ("reward.reward_manager=naif", "reward.reward_manager: unknown reward manager 'naif'"),
         ("reward.reward_kwargs={x: 1}", "reward.reward_kwargs.x: no such option"),
         (

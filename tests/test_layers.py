@@ -12,6 +12,7 @@ LAYERS = [
     {"rollout", "trainer", "testing"},
     {"agent_loop", "tools", "rewards", "algorithms", "data", "chat", "chat_certify", "hints"},
     {"types", "config", "registry", "metrics", "tracking", "distributed", "waits", "entries"}
+    | {"tracing", "mlflow_writer", "jsonl"}
     | {"display", "plots", "validation"},
 ]
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}

@@ -1,5 +1,6 @@
 """A simulated user: what answers the policy when it calls no tool."""
 
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -8,7 +9,7 @@ from typing import Any
 
 from minirl.entries import load_entries, locate_class
 from minirl.registry import nearest
-from minirl.types import Trajectory
+from minirl.types import RewardRecord, Trajectory
 from minirl.waits import WAITS
 
 Messages = list[dict[str, Any]]
@@ -54,11 +55,15 @@ class User:
         """What the user says to the last turn, as messages to append: none when it is over."""
         if self._interaction is None:
             return []
+        start = time.perf_counter()
         with WAITS.on("the simulated user"):
             text, done, reward = await self._interaction.generate_response(
                 self._instance_id, messages, **self._kwargs
             )
         trajectory.turn_rewards[-1] += float(reward)
+        end = time.perf_counter()
+        record = RewardRecord(name="user", value=float(reward), start=start, end=end)
+        trajectory.rewards.append(record)
         return [] if done else [{"role": "user", "content": text}]
 
 
@@ -74,11 +79,13 @@ async def simulated_user(
         return
     check_interaction(name, interactions)
     interaction = interactions[name]
-    instance_id = await interaction.start(**kwargs)
+    with WAITS.on("the simulated user to start"):
+        instance_id = await interaction.start(**kwargs)
     try:
         yield User(interaction, instance_id, kwargs)
     finally:
-        await interaction.finalize(instance_id, **kwargs)
+        with WAITS.on("the simulated user to finalize"):
+            await interaction.finalize(instance_id, **kwargs)
 
 
 def check_interaction(name: str, interactions: Mapping[str, Interaction]) -> None:

@@ -31,10 +31,12 @@ from minirl.config.reward import (
 )
 from minirl.config.rollout import (
     AgentConfig,
+    MLflowConfig,
     MultiTurnConfig,
     RolloutConfig,
     SamplingConfig,
     SyncCheckConfig,
+    TraceConfig,
 )
 from minirl.config.schema import Config
 from minirl.config.trainer import TrainerConfig
@@ -52,6 +54,7 @@ __all__ = [
     "DataConfig",
     "FilterGroupsConfig",
     "KLControlConfig",
+    "MLflowConfig",
     "ModelConfig",
     "MultiTurnConfig",
     "OptimConfig",
@@ -64,6 +67,7 @@ __all__ = [
     "RolloutCorrectionConfig",
     "SamplingConfig",
     "SyncCheckConfig",
+    "TraceConfig",
     "TrainerConfig",
     "leaf_keys",
     "load_config",

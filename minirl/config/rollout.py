@@ -123,6 +123,34 @@ class SyncCheckConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MLflowConfig:
+    """The MLflow store that gets traces, and the metrics of the tracker `mlflow`."""
+
+    tracking_uri: str | None = None
+    """A server's address or a database; null = the SQLite file mlflow.db in the run directory."""
+    experiment_name: str | None = None
+    """null = trainer.experiment_name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """Which trajectories are kept to look at, and where: trajectories/*.jsonl, and MLflow."""
+
+    max_samples_per_step: int = 64
+    """Trajectories per step and split, as whole groups (one at least); 0 = none, -1 = all."""
+    mlflow: MLflowConfig | None = None
+    """Write them to MLflow too, a trace per trajectory."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.max_samples_per_step >= -1,
+            "rollout.trace.max_samples_per_step",
+            self.max_samples_per_step,
+            "a number of trajectories, or -1 for all",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """The engines, and what they sample."""
 
@@ -186,8 +214,8 @@ class RolloutConfig:
         default_factory=lambda: ["error", "timeout", "aborted"]
     )
     """Trajectories that ended for one of these reasons do not train."""
-    trace: int = 64
-    """Trajectories per step that are written to trajectories/*.jsonl; -1 = all."""
+    trace: TraceConfig | None = field(default_factory=TraceConfig)
+    """null keeps no trajectories."""
 
     def __post_init__(self) -> None:
         positive("rollout", self, "n", "temperature", "response_length", "max_model_len")
@@ -205,7 +233,6 @@ class RolloutConfig:
             self.agent.num_workers,
             f"rollout.mode={self.mode} runs in rank 0 only; set 0, or rollout.mode=async",
         )
-        require(self.trace >= -1, "rollout.trace", self.trace, "a number, or -1 for all")
         require(
             0 < self.gpu_memory_utilization < 1,
             "rollout.gpu_memory_utilization",

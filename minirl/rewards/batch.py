@@ -9,6 +9,7 @@ from minirl.config import BatchRewardConfig, CustomRewardConfig
 from minirl.rewards.functions import require_custom
 from minirl.rewards.managers import REWARD_MANAGERS, record_score, score_arguments
 from minirl.types import Trajectory
+from minirl.waits import WAITS
 
 
 @dataclass(slots=True, eq=False)
@@ -56,9 +57,13 @@ class BatchRewardManager:
         item = _Item(score_arguments(trajectory, row, solution_str))
         self._waiting.append(item)
         try:
-            async with self._turn:  # in the order of arrival
+            with WAITS.on("reward: the batch before its own"):
+                await self._turn.acquire()  # in the order of arrival
+            try:
                 if not item.is_scored:
                     await self._score_next()
+            finally:
+                self._turn.release()
         finally:
             self._waiting.remove(item)
         if item.error is not None:
@@ -74,7 +79,8 @@ class BatchRewardManager:
         items = self._waiting[: self.batch.max_size]  # the scored ones before them are gone
         columns = map(list, zip(*(item.arguments for item in items), strict=True))
         try:
-            results = _one_each(await self.compute_score(*columns), len(items))
+            with WAITS.on(f"reward: the function, on a batch of {len(items)}"):
+                results = _one_each(await self.compute_score(*columns), len(items))
         except Exception as error:  # of user code: the failure of all these trajectories
             for item in items:
                 item.error, item.is_scored = error, True

@@ -19,6 +19,7 @@ from minirl.rewards.functions import RewardFunction, require_custom
 from minirl.rewards.managers import REWARD_MANAGERS, NaiveRewardManager
 from minirl.tools.threads import run_in_thread
 from minirl.types import Trajectory
+from minirl.waits import WAITS
 
 START_TIMEOUT_S = 120.0
 """Seconds that a process may take to import what the reward function is made of."""
@@ -89,11 +90,16 @@ class ScoringPool:
             ScoreTimeoutError: it took too long.
             RuntimeError: it raised, or its process ended.
         """
-        async with self._free:
+        with WAITS.on("reward: a free process (reward.pool.num_processes)"):
+            await self._free.acquire()
+        try:
             process = self._idle.pop() if self._idle else await self._start()
             arguments = (data_source, solution_str, ground_truth, dict(extra_info))
-            answer = await process.ask(arguments, self._timeout_s)
+            with WAITS.on("reward: the function, in its process"):
+                answer = await process.ask(arguments, self._timeout_s)
             self._idle.append(process)
+        finally:
+            self._free.release()
         if "error" in answer:
             raise RuntimeError(f"the reward function raised:\n{answer['error']}")
         return answer["result"]
@@ -101,7 +107,8 @@ class ScoringPool:
     async def _start(self) -> "ScoringProcess":
         process = ScoringProcess()
         try:
-            await process.ask((*self._task, sys.path), START_TIMEOUT_S)
+            with WAITS.on("reward: a process to import the function"):
+                await process.ask((*self._task, sys.path), START_TIMEOUT_S)
         except ScoreTimeoutError as error:  # of no trajectory
             raise RuntimeError("reward.custom_reward_function: not imported in time") from error
         return process

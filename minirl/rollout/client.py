@@ -1,9 +1,10 @@
 """Routing: which server gets a conversation's next turn."""
 
 import itertools
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from minirl.rollout.server import EngineLostError
@@ -86,6 +87,7 @@ class AsyncLLMServerManager:
         tokens = len(prompt_ids) + sampling_params.get("max_tokens", 0)
         index = self._route(request_id, tokens)
         self._load[index] += tokens
+        start = time.perf_counter()
         try:
             with WAITS.on(f"generation on engine {index}"):
                 output = await self._servers[index].generate(
@@ -97,7 +99,7 @@ class AsyncLLMServerManager:
         finally:
             self._load[index] -= tokens
         self._count(index, len(prompt_ids), output)
-        return output
+        return replace(output, server=index, start=start, end=time.perf_counter())
 
     def _route(self, request_id: str, tokens: int) -> int:
         if not self._servers:

@@ -12,10 +12,9 @@ from typing import Any
 from minirl.agent_loop import derive_seed
 from minirl.config import Config, RolloutConfig, SamplingConfig
 from minirl.rewards import reward_number
-from minirl.rollout.server import ServerClient
+from minirl.rollout.server import ServerClient, engine_answers
 from minirl.rollout.worker import SampleRequest, Workers, WorkerStats, loop_lag
 from minirl.types import GREEDY, Group, Trajectory
-from minirl.waits import WAITS
 
 
 class TooManyFailuresError(RuntimeError):
@@ -53,8 +52,7 @@ class AgentLoopManager:
         requests = self._requests(prompts, step, validate, greedy)
         await self._workers.begin(len(requests))
         started = time.perf_counter()
-        explained = WAITS.explained(self._config.rollout.stall_warning_s)
-        async with explained, loop_lag() as lag, asyncio.TaskGroup() as tasks:
+        async with loop_lag() as lag, asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._workers.run(request)) for request in requests]
         seconds = time.perf_counter() - started
         trajectories = [trajectory for task in running for trajectory in task.result()]
@@ -68,7 +66,9 @@ class AgentLoopManager:
 
     async def sleep(self, level: int) -> None:
         """Free the engines' memory for the trainer (see AsyncServerBase.sleep)."""
-        await asyncio.gather(*(server.call("sleep", level=level) for server in self._servers))
+        timeout_s = self._config.rollout.engine_timeout_s
+        async with engine_answers("the engines to sleep", timeout_s):
+            await asyncio.gather(*(server.call("sleep", level=level) for server in self._servers))
 
     def _requests(
         self, prompts: list[dict[str, Any]], step: int, validate: bool, greedy: bool

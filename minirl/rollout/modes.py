@@ -11,13 +11,15 @@ For the same seeds all three sample the same tokens, up to floating-point noise.
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from minirl.agent_loop import Server
 from minirl.registry import Registry
 from minirl.types import TokenOutput
+from minirl.waits import WAITS
 
 T = TypeVar("T")
 
@@ -67,6 +69,8 @@ class Waiting:
     request_id: str
     call: Callable[[], Coroutine[Any, Any, TokenOutput]]
     output: "asyncio.Future[TokenOutput]"
+    context: Context = field(default_factory=copy_context)
+    """Of its conversation."""
     task: "asyncio.Task[TokenOutput] | None" = None
 
 
@@ -98,6 +102,12 @@ class TurnBarrier(Pace):
         call = partial(
             super().generate, request_id, prompt_ids=prompt_ids, sampling_params=sampling_params
         )
+        with WAITS.on("the other conversations (rollout.mode=sync)"):
+            return await self._one_of_a_round(request_id, call)
+
+    async def _one_of_a_round(
+        self, request_id: str, call: Callable[[], Coroutine[Any, Any, TokenOutput]]
+    ) -> TokenOutput:
         turn = Waiting(request_id, call, asyncio.get_running_loop().create_future())
         self._round.append(turn)
         self._start_if_complete()
@@ -119,7 +129,7 @@ class TurnBarrier(Pace):
 
     async def _generate_all(self, turns: list[Waiting]) -> None:
         for turn in turns:
-            turn.task = asyncio.create_task(turn.call())
+            turn.task = asyncio.create_task(turn.call(), context=turn.context)
         tasks = [turn.task for turn in turns if turn.task]
         await asyncio.wait(tasks)
         for turn, task in zip(turns, tasks, strict=True):

@@ -11,7 +11,8 @@ import asyncio
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -25,6 +26,7 @@ from minirl.config import Config
 from minirl.registry import Registry
 from minirl.rollout.wire import decode_extension, encode_number
 from minirl.types import TokenOutput
+from minirl.waits import WAITS
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,24 @@ class EngineLostError(ServerError):
 
 class RequestRefusedError(ValueError):
     """The engine refused one request: its prompt or its sampling parameters are at fault."""
+
+
+@asynccontextmanager
+async def engine_answers(what: str, timeout_s: float) -> AsyncIterator[None]:
+    """Wait inside for what an engine does between rollouts: EngineLostError when it takes longer.
+
+    No request runs meanwhile, so that nothing shows the progress by which else it is watched.
+    """
+    try:
+        async with asyncio.timeout(timeout_s) as deadline:
+            with WAITS.on(what):
+                yield
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise
+        raise EngineLostError(
+            f"waited for {what} for more than {timeout_s:g} s (rollout.engine_timeout_s)"
+        ) from error
 
 
 class ServerStats(msgspec.Struct, kw_only=True):

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 import msgspec
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from minirl.config import Config
 from minirl.distributed import Dist
-from minirl.rollout.server import AsyncServerBase
+from minirl.rollout.server import AsyncServerBase, engine_answers
 from minirl.rollout.weight_buffer import WeightBuffer, cuda_handle
 
 Bucket = list[tuple[str, Tensor]]
@@ -56,8 +57,9 @@ class WeightSync:
         buffer = self._buffer or await self._open(weights.num_bytes)
         await self._on_trainer(self._make_room)
         if server:
-            await server.wake_up(["weights"])
-            await server.start_weight_update()
+            async with self._engine("to wake for its weights"):
+                await server.wake_up(["weights"])
+                await server.start_weight_update()
         buckets = iter(weights)
         # The gather of the next bucket needs every rank, so none overwrites what is being loaded.
         while (bucket := await self._on_trainer(next, buckets, None)) is not None:
@@ -65,10 +67,12 @@ class WeightSync:
             if buffer.bytes.is_cuda and self._world.tensor_parallel_size > 1:
                 await self._on_trainer(self._world.barrier)  # each worker reads another rank's
             if server:
-                await server.update_weights(info)
+                async with self._engine("to load a bucket of weights"):
+                    await server.update_weights(info)
         if server:
-            await server.finish_weight_update(version)
-            await server.wake_up(["kv_cache"])
+            async with self._engine("to begin with its new weights"):
+                await server.finish_weight_update(version)
+                await server.wake_up(["kv_cache"])
         self.version = version
 
     async def check(self, score: Callable[[list[int]], Sequence[float]], seed: int) -> float:
@@ -98,6 +102,10 @@ class WeightSync:
                 f"rollout.sync_check.max_logprob_diff={check.max_logprob_diff:g}"
             )
         return difference
+
+    def _engine(self, what: str) -> AbstractAsyncContextManager[None]:
+        timeout_s = self._config.rollout.engine_timeout_s
+        return engine_answers(f"engine {self._world.group} {what}", timeout_s)
 
     def _make_room(self) -> None:
         """Hand the trainer's cached memory to the engines; every rank, before any engine wakes."""
@@ -140,5 +148,6 @@ class WeightSync:
             "ignore_eos": True,
             "seed": seed,
         }
-        output = await self._server.generate(prompt, params, f"probe-{self.version}-{seed}")
+        async with self._engine("to sample the probe"):
+            output = await self._server.generate(prompt, params, f"probe-{self.version}-{seed}")
         return output.token_ids, output.logprobs

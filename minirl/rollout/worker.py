@@ -19,7 +19,7 @@ from minirl.config import RolloutConfig
 from minirl.rewards import RewardManager
 from minirl.rollout.client import AsyncLLMServerManager, RoutingStats
 from minirl.rollout.modes import Pace
-from minirl.types import Trajectory
+from minirl.types import RewardRecord, Trajectory
 from minirl.waits import CONVERSATION, WAITS
 
 LAG_INTERVAL_S = 0.05
@@ -107,7 +107,10 @@ class AgentLoopWorker:
             trajectories = await run_agent_loop(loop, params, row)
         if all(trajectory.error is None for trajectory in trajectories):
             await self._score(trajectories, row)
-        trajectories[-1].metrics["seconds"] = time.perf_counter() - started
+        ended = time.perf_counter()
+        for trajectory in trajectories:
+            trajectory.start, trajectory.end = started, ended
+        trajectories[-1].metrics["seconds"] = ended - started
         return trajectories
 
     async def _score(self, trajectories: list[Trajectory], row: Mapping[str, Any]) -> None:
@@ -121,6 +124,11 @@ class AgentLoopWorker:
                     await self._reward_manager(last, row, solution)
             except Exception as error:  # the reward is user code: its failure is the trajectory's
                 record_failure(last, "error", error)
+            last.rewards.append(
+                RewardRecord(
+                    name="outcome", value=last.reward, start=started, end=time.perf_counter()
+                )
+            )
         last.metrics["reward_s"] = time.perf_counter() - started
         for earlier in trajectories[:-1]:
             earlier.reward = last.reward

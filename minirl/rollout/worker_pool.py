@@ -153,8 +153,9 @@ class WorkerPool:
 
     async def ready(self) -> None:
         """Wait until every worker is ready."""
-        while not all(slot.client for slot in self.slots):
-            await self._wait_for_change()
+        while not_ready := [str(slot.index) for slot in self.slots if not slot.client]:
+            with WAITS.on(f"agent-loop worker {', '.join(not_ready)} to start"):
+                await self._wait_for_change()
 
     async def keep(self, slot: Slot) -> None:
         """Have a worker process in `slot`, again and again, until cancelled.
@@ -228,7 +229,8 @@ class WorkerPool:
             ready = [(slot, slot.client) for slot in self.slots if slot.client]
             if ready:
                 return min(ready, key=lambda pair: pair[0].num_running)
-            await self._wait_for_change()
+            with WAITS.on("any agent-loop worker to start again"):
+                await self._wait_for_change()
 
     async def _wait_for_change(self) -> None:
         self._change.clear()
@@ -238,7 +240,8 @@ class WorkerPool:
         """The answers of all workers that live to give one."""
         clients = [slot.client for slot in self.slots if slot.client]
         calls = (client.call(method, returns) for client in clients)
-        answers = await asyncio.gather(*calls, return_exceptions=True)
+        with WAITS.on(f"the agent-loop workers to answer {method!r}"):
+            answers = await asyncio.gather(*calls, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, WorkerLostError):
                 raise answer

@@ -14,6 +14,7 @@ from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST, CallToolResult, Tool
 
 from minirl.tools.base import ToolError
 from minirl.tools.mcp_transport import MCPConfig, StderrTail, explain, open_transport
+from minirl.waits import WAITS
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ class Session:
             await asyncio.wait([self.task])
 
     async def _opened(self) -> Client:
-        await self._settled.wait()
+        with WAITS.on(f"{self._config.server} to start"):
+            await self._settled.wait()
         if self._client is None:
             raise ToolError(f"{self._config.server} cannot be reached: {self._problem}")
         if self.ended:

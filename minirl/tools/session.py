@@ -15,7 +15,7 @@ from typing import Any, Literal
 from minirl.config import MultiTurnConfig
 from minirl.tools.base import BaseTool, ToolCall, ToolError, ToolResponse
 from minirl.tools.truncate import truncate_text
-from minirl.types import ToolCallRecord, Trajectory
+from minirl.types import RewardRecord, ToolCallRecord, Trajectory
 from minirl.waits import WAITS
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class _Answer:
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    start: float | None = None
 
 
 class ToolSession:
@@ -106,10 +107,15 @@ class ToolSession:
     async def calc_rewards(self, trajectory: Trajectory) -> None:
         """Ask every tool that was used for its reward of the whole trajectory."""
         for name, instance in self._instances.items():
+            start = time.perf_counter()
             async with asyncio.timeout(self._limits.tool_timeout_s):
                 kwargs = self._kwargs(name, "calc_reward")
-                reward = await self.tools[name].calc_reward(instance, **kwargs)
-            trajectory.reward_breakdown[f"tool/{name}"] = float(reward)
+                with WAITS.on(f"reward of tool {name!r}"):
+                    work = self.tools[name].calc_reward(instance, **kwargs)
+                    reward = float(await watch_blocking(work, self.tools[name]))
+            key, end = f"tool/{name}", time.perf_counter()
+            trajectory.reward_breakdown[key] = reward
+            trajectory.rewards.append(RewardRecord(name=key, value=reward, start=start, end=end))
 
     def _room(self, trajectory: Trajectory) -> tuple[int, str]:
         """How many calls may run now, and what the others are told."""
@@ -140,6 +146,7 @@ class ToolSession:
             reward=answer.reward,
             metrics=answer.metrics,
             seconds=seconds,
+            start=start,
         )
 
     async def _run(self, call: ToolCall, refusal: str | None) -> _Answer:
@@ -195,7 +202,9 @@ class ToolSession:
             name, instance = self._instances.popitem()
             try:
                 async with asyncio.timeout(min(self._limits.tool_timeout_s, RELEASE_TIMEOUT_S)):
-                    await self.tools[name].release(instance, **self._kwargs(name, "release"))
+                    work = self.tools[name].release(instance, **self._kwargs(name, "release"))
+                    with WAITS.on(f"tool {name!r} to be released"):
+                        await watch_blocking(work, self.tools[name])
             except (
                 Exception,
                 asyncio.CancelledError,
@@ -218,7 +227,8 @@ def watch_blocking(work: Coroutine[Any, Any, Any], tool: BaseTool) -> Generator[
     while True:
         start = time.perf_counter()
         try:
-            step = work.send(value) if error is None else work.throw(error)
+            with WAITS.blocked_by(f"tool {tool.name!r}"):
+                step = work.send(value) if error is None else work.throw(error)
         except StopIteration as stop:
             return stop.value
         finally:
@@ -268,6 +278,7 @@ def _record(trajectory: Trajectory, call: ToolCall, answer: _Answer) -> None:
             status=answer.status,
             reward=answer.reward,
             seconds=answer.seconds,
+            start=answer.start,
         )
     )
 

@@ -71,6 +71,19 @@ def to_rows(batch: MicroBatch, name: str) -> Tensor:
     return padded
 
 
+TRACED = ("token_rewards", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
+
+
+def response_values(batch: MicroBatch, sequence: int) -> dict[str, list[float]]:
+    """What is known of each response token of one sequence, for traces: TRACED, where set."""
+    start = int(batch.lengths[:sequence].sum())
+    response = slice(
+        start + int(batch.prompt_lengths[sequence]), start + int(batch.lengths[sequence])
+    )
+    values = {name: getattr(batch, name) for name in TRACED}
+    return {name: value[response].tolist() for name, value in values.items() if value is not None}
+
+
 def from_rows(batch: MicroBatch, rows: Tensor) -> Tensor:
     """The inverse of `to_rows`: values [B, T] at their tokens, [N], 0 on prompts."""
     where, (row, column), _ = _response_places(batch)

@@ -7,6 +7,7 @@ import pytest
 from minirl.config import BatchRewardConfig, ConfigError, CustomRewardConfig, RewardConfig
 from minirl.rewards import BatchRewardManager, load_reward_manager
 from minirl.types import Trajectory
+from minirl.waits import WAITS
 
 CUSTOM = CustomRewardConfig(path="test_batch_manager", name="compute_score")
 
@@ -63,6 +64,11 @@ async def test_what_comes_in_during_a_call_goes_into_the_next_up_to_its_size():
     tasks = [asyncio.create_task(score(manager, 0))]
     await gate.called.acquire()
     tasks += [asyncio.create_task(score(manager, n)) for n in range(1, 6)]
+    await asyncio.sleep(0)
+    assert [line.rpartition(": ")[0] for line in WAITS.report(0).split("\n  ")] == [
+        "1 for reward: the function, on a batch of 1",
+        "5 for reward: the batch before its own",
+    ]
     gate.open.set()
     results = await asyncio.gather(*tasks)
     assert gate.calls == [["0"], ["1", "2", "3"], ["4", "5"]]

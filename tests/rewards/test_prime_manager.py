@@ -11,6 +11,7 @@ from minirl.config import ConfigError, CustomRewardConfig, RewardConfig, RewardP
 from minirl.rewards import load_reward_manager
 from minirl.rewards.prime import ScoringPool
 from minirl.types import Trajectory
+from minirl.waits import WAITS
 
 SOURCE = """
 import asyncio, os, re, sys, time
@@ -73,6 +74,12 @@ async def test_scores_in_another_process_which_imports_only_what_the_function_do
 async def test_items_run_at_once_up_to_the_number_of_processes(make, tmp_path):
     manager = make(num_processes=2)
     tasks = [asyncio.create_task(score(manager, "wait", str(tmp_path / n))) for n in "abc"]
+    busy, waiting = "2 for reward: the function", "1 for reward: a free process"
+    for _ in range(6000):
+        if busy in (report := WAITS.report(0)) and waiting in report:
+            break
+        await asyncio.sleep(0.01)
+    assert busy in report and waiting in report
     (tmp_path / "b").touch()  # the second ends while the first still runs
     await asyncio.wait_for(tasks[1], 60)
     assert not tasks[0].done()

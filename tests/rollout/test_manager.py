@@ -22,6 +22,7 @@ from minirl.testing import ScriptedServer, byte_tokenizer, make_context
 from minirl.tools import BaseTool, ToolResponse
 from minirl.tools.calculator import CalculatorTool
 from minirl.types import Trajectory
+from minirl.waits import WAITS
 
 TOKENIZER = byte_tokenizer()
 SETTINGS = ["data.max_prompt_length=4096", "rollout.response_length=2048", "rollout.n=1"]
@@ -108,9 +109,18 @@ def random_delays(seed: int) -> Callable[[str, int], float]:
 
 
 async def test_order_of_the_results(open_rollout: Opener) -> None:
-    async with open_rollout(right, "rollout.n=3", delay_s=random_delays(0)) as rollout:
+    all_are_there = asyncio.Event()
+
+    async def reply(*request: Any) -> str:
+        if rollout.engine.most_running == 15:
+            all_are_there.set()
+        await all_are_there.wait()
+        await asyncio.sleep(delay(*request[:2]))
+        return right(*request)
+
+    delay = random_delays(0)
+    async with open_rollout(reply, "rollout.n=3") as rollout, asyncio.timeout(60):
         trajectories = await rollout.manager.generate_sequences(prompts(5), step=1)
-        assert rollout.engine.most_running == 15
     assert [(t.uid, t.sample_index) for t in trajectories] == [
         (f"0-{i}", k) for i in range(5) for k in range(3)
     ]
@@ -562,10 +572,11 @@ async def test_a_rollout_that_stands_still_says_who_waits_for_what(
                     return record.getMessage()
             await asyncio.sleep(0.02)
 
-    async with open_rollout(reply, "rollout.stall_warning_s=0.1", tools=[Slow({})]) as rollout:
+    async with open_rollout(reply, tools=[Slow({})]) as rollout:
         rows = prompts(3, agent_name="tool_agent")
         watching = asyncio.create_task(watch())
-        await rollout.manager.generate_sequences(rows, step=1)
+        with WAITS.explained(0.1):
+            await rollout.manager.generate_sequences(rows, step=1)
         message = await watching
     assert "1 for tool 'calculator': 0-0/0 (" in message
     assert "1 for generation on engine 0: 0-1/0 (" in message
@@ -587,3 +598,52 @@ async def test_an_agent_loop_that_cannot_be_made_is_its_trajectorys_failure(
         trajectories = await rollout.manager.generate_sequences(rows, step=1)
     assert [t.termination for t in trajectories] == ["stop", "error", "stop"]
     assert "not today" in (trajectories[1].error or "") and trajectories[1].uid == "0-1"
+
+
+async def test_at_a_barrier_each_conversation_waits_under_its_own_name(
+    open_rollout: Opener,
+) -> None:
+    reports = []
+
+    async def reply(request_id: str, turn: int, prompt_ids: list[int]) -> str:
+        if rollout.engine.most_running < 3:
+            await asyncio.sleep(0)
+        reports.append(WAITS.report(0))
+        return right(request_id, turn, prompt_ids)
+
+    async with open_rollout(reply, "rollout.mode=sync") as rollout:
+        await rollout.manager.generate_sequences(prompts(3), step=1)
+    seconds = r" \(\d+ s\)"
+    expected = "3 for generation on engine 0: 0-0/0, 0-1/0, 0-2/0"
+    assert expected in [re.sub(seconds, "", report) for report in reports]
+
+
+async def test_an_engine_that_does_not_go_to_sleep_is_lost(
+    open_rollout: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ScriptedEngine, "sleep", lambda self, level: asyncio.sleep(3600))
+    async with open_rollout(right, "rollout.engine_timeout_s=0.2") as rollout:
+        with pytest.raises(EngineLostError, match=r"for the engines to sleep for more than 0.2 s"):
+            await rollout.manager.sleep(level=2)
+
+
+async def test_a_trajectory_knows_when_and_where_everything_happened(open_rollout: Opener) -> None:
+    def reply(request_id: str, turn: int, prompt_ids: list[int]) -> str:
+        return "#### 0" if turn else CALL
+
+    async with open_rollout(reply, tools=[CalculatorTool({})]) as rollout:
+        rows = prompts(1, agent_name="tool_agent")
+        [trajectory] = await rollout.manager.generate_sequences(rows, step=1)
+    first, second = trajectory.turns
+    [call] = trajectory.tool_calls
+    assert call.start is not None
+    names = [reward.name for reward in trajectory.rewards]
+    assert names == ["tool/calculator", "outcome"] and trajectory.rewards[1].value == 1.0
+    times = [
+        trajectory.start, first.start, first.end, call.start, call.start + call.seconds,
+        second.start, second.end,
+        *[time for reward in trajectory.rewards for time in (reward.start, reward.end)],
+        trajectory.end,
+    ]  # fmt: skip
+    assert times == sorted(times, key=float)
+    assert [turn.server for turn in trajectory.turns] == [0, 0]

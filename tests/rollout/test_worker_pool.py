@@ -27,6 +27,7 @@ from minirl.rollout.worker import LocalWorker, Workers
 from minirl.rollout.worker_pool import WorkerLostError, WorkerPool, open_pool
 from minirl.testing import ScriptedServer, byte_tokenizer
 from minirl.types import TokenOutput, Trajectory
+from minirl.waits import WAITS
 
 TOKENIZER = byte_tokenizer()
 
@@ -134,9 +135,14 @@ def comparable(trajectory: Trajectory) -> dict[str, Any]:
     """All but what depends on time or process."""
     values = {name: getattr(trajectory, name) for name in Trajectory.__slots__}
     calls = [(c.turn, c.name, c.arguments, c.result, c.status) for c in values.pop("tool_calls")]
+    turns = [(t.finish_reason, t.num_cached_tokens) for t in values.pop("turns")]
+    rewards = [(r.name, r.value) for r in values.pop("rewards")]
+    assert values.pop("start") < values.pop("end")
     metrics = {k: v for k, v in values.pop("metrics").items() if not k.endswith(("_s", "seconds"))}
     error = values.pop("error")
-    return {**values, "calls": calls, "metrics": metrics, "error": error and error.splitlines()[-1]}
+    last_line = error and error.splitlines()[-1]
+    compared = {"calls": calls, "turns": turns, "rewards": rewards, "metrics": metrics}
+    return {**values, **compared, "error": last_line}
 
 
 def processes(log_names: str) -> list[int]:
@@ -298,10 +304,11 @@ async def test_what_workers_say_comes_together(
     async with open_rollout(project, 1, "rollout.stall_warning_s=0.3") as rollout:
         rollout.engine.hold = asyncio.Event()
         rows = prompts(1, warns=True, blocks=True)
-        running = asyncio.create_task(rollout.manager.generate_sequences(rows, step=3))
-        await eventually(lambda: "2 for generation on engine 0: 0-0/0 (" in caplog.text)
-        rollout.engine.hold.set()
-        await running
+        with WAITS.explained(0.3):
+            running = asyncio.create_task(rollout.manager.generate_sequences(rows, step=3))
+            await eventually(lambda: "2 for generation on engine 0: 0-0/0 (" in caplog.text)
+            rollout.engine.hold.set()
+            await running
         assert rollout.manager.metrics["rollout/loop_lag_max_s"] > 0.5
         rollout.engine.is_dead = True
         with pytest.raises(ExceptionGroup) as caught:

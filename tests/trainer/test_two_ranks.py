@@ -1,5 +1,8 @@
 """Everything that needs two ranks, in one start of two processes."""
 
+import logging
+import threading
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from minirl.trainer.critic import CriticTrainer
 from minirl.trainer.fsdp import WeightBuckets
 from minirl.trainer.policy import PolicyTrainer
 from minirl.types import MicroBatch
+from minirl.waits import WAITS
 
 MODELS = ["qwen3", "qwen3_tied"]
 
@@ -46,6 +50,7 @@ def work(world: Dist, config: Config, folder: Path) -> None:
     torch.save(results, folder / f"results_{world.world_size}_{world.rank}.pt")
     if world.world_size == 2:
         check_collectives(world)
+        check_that_a_wait_for_another_rank_is_told(world, folder / "told")
         check_buckets(trainer)
         trainer.load(folder / "from_1" / "step_000001", critic)
         batch = make_batch(1, 1)
@@ -57,6 +62,24 @@ def work(world: Dist, config: Config, folder: Path) -> None:
 def check_collectives(world: Dist) -> None:
     assert world.sum_floats([1.0, float(world.rank)]) == [2.0, 1.0]
     assert world.gather_floats([0.5, float(world.rank)]) == [[0.5, 0.0], [0.5, 1.0]]
+
+
+def check_that_a_wait_for_another_rank_is_told(world: Dist, told: Path) -> None:
+    """Rank 1 does not come until rank 0's log would say in which collective it waits."""
+    words = "1 for the other ranks in sum_floats: the run ("
+
+    def listen() -> None:
+        while words not in WAITS.report(0, logging.INFO):
+            time.sleep(0.01)
+        told.touch()
+
+    if world.is_main:
+        threading.Thread(target=listen, daemon=True).start()
+    deadline = time.monotonic() + 120
+    while not world.is_main and not told.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    world.barrier()
 
 
 def check_buckets(trainer: PolicyTrainer) -> None:
