@@ -24,7 +24,8 @@ class OpenAIAgentLoop(AgentLoopBase):
     It is called as `await agent(base_url=..., api_key=..., model=..., row=...)`; a plain function
     runs in a thread. `row` holds the columns of the dataset row. A number that it returns, or a
     mapping with `score`, is the reward; else the run's reward function is asked. An exception fails
-    the trajectory, unless the latest request was refused because of a limit: then it ended by that.
+    the trajectory, unless a limit of the run refused the latest request or cut its answer: then the
+    trajectory ended for that.
     """
 
     def __init__(self, context: AgentLoopContext, *, agent: str) -> None:
@@ -56,10 +57,9 @@ class OpenAIAgentLoop(AgentLoopBase):
         try:
             return await conversation.run(call(**given, row=row))
         except Exception:
-            if conversation.refused is None:
+            if conversation.limit is None:
                 raise
-            reason = conversation.refused
-            logger.info("the agent gave up after the limit %s", reason, exc_info=True)
+            logger.info("the agent gave up at the limit %s", conversation.limit, exc_info=True)
 
 
 def load_agent(path: Any) -> Callable[..., Any]:

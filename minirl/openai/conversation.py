@@ -72,8 +72,8 @@ class Conversation:
 
     def __init__(self, loop: AgentLoopBase, sampling_params: dict[str, Any]) -> None:
         self.loop = loop
-        self.refused: Termination | None = None
-        """The limit that forbade the latest request; None when that was answered."""
+        self.limit: Termination | None = None
+        """What forbade the latest request, or cut its answer; None when it was answered in full."""
         self._params = sampling_params
         self._streams: list[Stream] = []  # the one with the latest turn last
         self._num_turns = 0  # those that are being sampled too
@@ -149,8 +149,9 @@ class Conversation:
                 samples = await self._sample(request, plan, room)
                 # The first choice, which most clients take, last: it is the one to go on with.
                 for number, sample in reversed(list(enumerate(samples))):
-                    reason = self._reason(sample, room)
+                    reason = _reason(sample, room)
                     self._commit(request, plan, sample, reason, None if number else extends)
+                    self.limit = None if reason == "stop" else reason
         except LimitError as error:
             self._refuse(error.reason, extends)
             raise
@@ -158,7 +159,6 @@ class Conversation:
             if not self._lost.done():
                 self._lost.set_exception(error)
             raise
-        self.refused = None
         return complete(samples, len(plan.prompt_ids))
 
     @contextmanager
@@ -229,11 +229,6 @@ class Conversation:
         loop = self.loop
         return await sample_choices(loop.context, request, loop.request_id, plan.prompt_ids, params)
 
-    def _reason(self, sample: Sample, room: int) -> Termination:
-        if sample.output.finish_reason != "length":
-            return "stop"
-        return "response_length" if len(sample.output.token_ids) == room else "turn_length"
-
     def _commit(
         self,
         request: ChatRequest,
@@ -269,7 +264,7 @@ class Conversation:
 
     def _refuse(self, reason: Termination, extends: Stream | None) -> None:
         """Remember what a trajectory ends for, should the client give up."""
-        self.refused = reason
+        self.limit = reason
         if not self._streams:
             self.loop.trajectories[:] = [Trajectory(prompt_ids=[], termination=reason)]
         elif reason == "max_assistant_turns":
@@ -289,6 +284,13 @@ def _extending(stream: Stream | None) -> Iterator[None]:
         yield
     finally:
         stream.is_busy = False
+
+
+def _reason(sample: Sample, room: int) -> Termination:
+    """What a trajectory ends for whose last turn this is."""
+    if sample.output.finish_reason != "length":
+        return "stop"
+    return "response_length" if len(sample.output.token_ids) == room else "turn_length"
 
 
 def _record_results(trajectory: Trajectory, messages: list[Message]) -> None:

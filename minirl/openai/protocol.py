@@ -210,6 +210,7 @@ def read_request(body: bytes) -> ChatRequest:
             check_tool_schema(tool)
         except ValueError as error:
             raise ApiError(f"tools[{number}]: {error}", param="tools") from error
+        tool["function"].pop("strict", None)  # for the API, not for the model to read
     _check_parts(request.messages)
     return request
 

@@ -119,14 +119,14 @@ class OpenAIService:
 
 
 @web.middleware
-async def _errors(http: web.Request, handler: Handler) -> web.StreamResponse:
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """The boundary where whatever goes wrong becomes OpenAI's error object."""
     try:
-        return await handler(http)
+        return await handler(request)
     except ApiError as error:
         told = error
     except web.HTTPException as error:  # no such path, or not by this method
-        told = ApiError(f"{http.method} {http.path}: {error.reason}", status=error.status)
+        told = ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status)
     except ServerError as error:  # ends the run, too
         told = ApiError(f"the engine failed: {error}", status=500)
     except Exception as error:
