@@ -3,6 +3,7 @@
 from contextlib import suppress
 from typing import Any
 
+import httpx
 from openai import AsyncOpenAI
 from pydantic_ai import Agent, ModelRetry, Tool, UnexpectedModelBehavior
 from pydantic_ai.models.openai import OpenAIChatModel
@@ -30,12 +31,16 @@ CALCULATOR = Tool.from_schema(
 CALCULATOR.strict = False  # else the framework adds to the schema
 ASSISTANT: Agent[None, str] = Agent(tools=[CALCULATOR])
 
+HTTP = httpx.AsyncClient(verify=False, trust_env=False, limits=httpx.Limits(max_connections=None))
+"""Of all conversations. A client of its own for each would load the TLS certificates again, which
+takes tenths of a second in which the event loop stands still."""
+
 
 async def answer(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> None:
     """Have the agent answer the row's question; the run's reward function scores the trajectory."""
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        policy = OpenAIChatModel(model, provider=OpenAIProvider(openai_client=client))
-        # What the framework makes of wrong calls in a row: no failure of the program, but a
-        # trajectory to learn from.
-        with suppress(UnexpectedModelBehavior):
-            await ASSISTANT.run(row["prompt"][-1]["content"], model=policy)
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=HTTP)
+    policy = OpenAIChatModel(model, provider=OpenAIProvider(openai_client=client))
+    # What the framework makes of wrong calls in a row: no failure of the program, but a trajectory
+    # to learn from.
+    with suppress(UnexpectedModelBehavior):
+        await ASSISTANT.run(row["prompt"][-1]["content"], model=policy)

@@ -227,7 +227,7 @@ def _checks(r: ChatRequest) -> list[tuple[str, bool, str]]:
         ("min_p", r.min_p is None or 0 <= r.min_p < 1, "from 0, below 1"),
         ("top_k", r.top_k is None or r.top_k == -1 or r.top_k > 0, "above 0, or -1 for all"),
         ("max_tokens", r.max_tokens is None or r.max_tokens > 0, "above 0"),
-        ("max_completion_tokens", (r.max_completion_tokens or 1) > 0, "above 0"),
+        ("max_completion_tokens", r.limit is None or r.limit > 0, "above 0"),
         ("top_logprobs", not r.top_logprobs, "the engine gives the sampled token's only; 0"),
         ("stream_options", r.stream_options is None or bool(r.stream), "only with stream"),
         ("tool_choice", r.tool_choice in (None, "auto", "none"), f"{free}: auto or none"),
