@@ -159,6 +159,7 @@ class Conversation:
             if not self._lost.done():
                 self._lost.set_exception(error)
             raise
+        self._num_user_turns += plan.num_added > 0
         return complete(samples, len(plan.prompt_ids))
 
     @contextmanager
@@ -242,12 +243,11 @@ class Conversation:
             stream, trajectory = extends, extends.trajectory
             self._streams.remove(stream)
             _record_results(trajectory, plan.messages[stream.turns[-1].num_messages - 1 :])
-            trajectory.append_observation(plan.prompt_ids[-plan.num_added :])
+            trajectory.append_observation(plan.prompt_ids[len(trajectory.token_ids) :])
         else:
             trajectory = Trajectory(prompt_ids=plan.prompt_ids)
             stream = Stream(trajectory=trajectory, tools=request.tools)
         self._streams.append(stream)
-        self._num_user_turns += plan.num_added > 0
         trajectory.append_sampled(sample.output)
         count_output(trajectory, sample.output, sample.seconds)
         stream.messages = [*plan.messages, answer_message(sample.choice)]

@@ -211,6 +211,7 @@ def read_request(body: bytes) -> ChatRequest:
         except ValueError as error:
             raise ApiError(f"tools[{number}]: {error}", param="tools") from error
         tool["function"].pop("strict", None)  # for the API, not for the model to read
+    request.tools = request.tools or None
     _check_parts(request.messages)
     return request
 

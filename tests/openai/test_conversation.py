@@ -176,14 +176,19 @@ async def test_several_choices_and_the_one_that_goes_on() -> None:
         chosen = completion.choices[1].message
         assert chosen.content == "<think>1</think>same"
         await talk.ask([ASK, chosen, ASK])
-        others = talk.finish()
-    assert [sampled(t) for t in others] == [
+        said = [sampled(t) for t in talk.finish()]
+        await talk.ask([ASK, chosen, ASK, {"role": "assistant", "content": "on"}, ASK], n=2)
+        *_, branch, extended = talk.finish()
+    assert said == [
         "<think>2</think>same<|im_end|>",
         "<think>0</think>same<|im_end|>",
         "<think>1</think>same<|im_end|>on<|im_end|>",  # the latest turn is the last one's
     ]
-    assert completion.usage.completion_tokens == sum(t.turn_ends[0] for t in others)
-    assert completion.usage.prompt_tokens == len(others[0].prompt_ids)
+    assert extended.num_turns == 3  # by the first choice
+    prefix = extended.prompt_ids + extended.response_ids
+    assert branch.prompt_ids == prefix[: len(branch.prompt_ids)] and branch.num_turns == 1
+    assert completion.usage.completion_tokens == 3 * (len("0same") + len("<think></think>") + 1)
+    assert completion.usage.prompt_tokens == len(extended.prompt_ids)
 
 
 async def test_the_run_decides_how_is_sampled() -> None:
@@ -262,14 +267,16 @@ async def test_the_length_of_the_response() -> None:
             await talk.ask([*messages, {"role": "user", "content": "x" * 80}])
         completion = await talk.ask([*messages, {"role": "user", "content": "x"}])  # shorter
         assert completion.choices[0].finish_reason == "length"
-        answer = completion.choices[0].message
+        assert talk.finish()[0].termination == "response_length"
+
+    async with talking(["b" * 200, "c"], "rollout.response_length=100") as talk:
+        messages = [ASK]
+        await talk.say(messages)
         with refused(400, "context_length_exceeded"):
-            await talk.ask([*messages, {"role": "user", "content": "x"}, answer, ASK])
-        [trajectory] = talk.finish()
-        assert trajectory.termination == "response_length"
-        assert len(trajectory.response_ids) == 100
+            await talk.ask([*messages, ASK])
         await talk.ask([{"role": "user", "content": "In short?"}])  # a history that it shortened
         assert talk.conversation.limit is None
+        assert [t.termination for t in talk.finish()] == ["response_length", "stop"]
 
 
 async def test_a_prompt_that_is_too_long() -> None:
@@ -320,7 +327,8 @@ class Holding:
 
 async def interrupted(talk: Talk, holding: Holding, messages: list[Any]) -> "asyncio.Task[Any]":
     request = asyncio.create_task(talk.ask(messages))
-    await holding.asked.wait()
+    async with asyncio.timeout(60):
+        await holding.asked.wait()
     return request
 
 
@@ -329,7 +337,8 @@ async def test_a_client_that_is_gone_ends_the_generation() -> None:
     async with talking(holding, "rollout.multi_turn.max_assistant_turns=1") as talk:
         request = await interrupted(talk, holding, [ASK])
         request.cancel()
-        await holding.given_up.wait()
+        async with asyncio.timeout(60):
+            await holding.given_up.wait()
         holding.go.set()
         # nothing of it is kept, not even in the count of turns
         assert (await talk.ask([ASK])).choices[0].message.content == "turn 1"
