@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import httpx
@@ -11,12 +12,15 @@ import pytest
 from openai import APIStatusError, AsyncOpenAI
 
 from minirl.agent_loop import AgentLoopBase, AgentLoopContext
+from minirl.chat import ChatBuilder
+from minirl.config import Config, load_config
 from minirl.openai.conversation import Conversation
-from minirl.openai.endpoint import Access
-from minirl.testing import ScriptedServer, byte_tokenizer, make_context
+from minirl.openai.endpoint import Access, PolicyEndpoint
+from minirl.testing import ScriptedServer, byte_tokenizer
 from minirl.types import Trajectory
 
 TOKENIZER = byte_tokenizer()
+CHAT = ChatBuilder(TOKENIZER)
 ROOMY = ["data.max_prompt_length=8192", "rollout.response_length=4096"]  # a token is a byte here
 ASK = {"role": "user", "content": "What is 6 * 7?"}
 HTTP = httpx.AsyncClient(verify=False)
@@ -33,6 +37,11 @@ ADD = {
 def call(tool: str, /, **arguments: Any) -> str:
     text = json.dumps({"name": tool, "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{text}\n</tool_call>"
+
+
+@cache
+def load(*overrides: str) -> Config:
+    return load_config(["model.path=scripted", *ROOMY, *overrides])
 
 
 @dataclass
@@ -68,7 +77,11 @@ async def talking(
     replies: Any, *overrides: str, params: Any = None, **options: Any
 ) -> AsyncIterator[Talk]:
     script = ScriptedServer(TOKENIZER, replies, **options)
-    context = make_context(script, overrides=[*ROOMY, *overrides])
+    config = load(*overrides)
+    context = AgentLoopContext(
+        server=script, tokenizer=TOKENIZER, chat=CHAT, tools={}, config=config
+    )
+    context.endpoint = PolicyEndpoint(context)
     conversation = Conversation(AgentLoopBase(context), params or {"temperature": 1.0, "seed": 5})
     try:
         async with context.endpoint.serving(conversation) as access:

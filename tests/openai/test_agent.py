@@ -7,11 +7,18 @@ from typing import Any
 
 import pytest
 from scripted_run import make_config, make_project, scripted_run
-from talks import ASK, ROOMY, TOKENIZER, check_tokens, sampled
+from talks import ASK, CHAT, TOKENIZER, check_tokens, load, sampled
 
-from minirl.agent_loop import ServerError, load_agent_loops, make_agent_loop, run_agent_loop
+from minirl.agent_loop import (
+    AgentLoopContext,
+    ServerError,
+    load_agent_loops,
+    make_agent_loop,
+    run_agent_loop,
+)
 from minirl.config import ConfigError
-from minirl.testing import ScriptedServer, make_context
+from minirl.openai.endpoint import PolicyEndpoint
+from minirl.testing import ScriptedServer
 from minirl.types import Trajectory
 
 
@@ -30,7 +37,10 @@ async def running(
 ) -> AsyncIterator[tuple[list[Trajectory], ScriptedServer]]:
     """The trajectories of one row."""
     script = ScriptedServer(TOKENIZER, replies)
-    context = make_context(script, overrides=[*ROOMY, *overrides])
+    context = AgentLoopContext(
+        server=script, tokenizer=TOKENIZER, chat=CHAT, tools={}, config=load(*overrides)
+    )
+    context.endpoint = PolicyEndpoint(context)
     context.agent_loops = load_agent_loops(loop_file(folder, agent))
     row = {"prompt": [ASK], "raw_prompt": [ASK], **row}
     try:

@@ -176,9 +176,10 @@ async def test_what_is_not_a_request() -> None:
     assert told[0].json()["error"]["code"] == "invalid_json"
 
 
-async def test_a_template_that_fails_is_told() -> None:
+async def test_a_template_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     async with talking(["x"]) as talk:
-        talk.context.chat.template = "{{ raise_exception('no system') }}"
+        template = "{{ raise_exception('no system') }}"
+        monkeypatch.setattr(talk.context.chat, "template", template)
         with refused(400, match="no system"):
             await talk.ask([ASK])
 
