@@ -175,7 +175,9 @@ async def _connect(
     else:
         router = make_router(config.rollout.agent, clients)
         pace = MODES.find(config.rollout.mode)(router)
-        workers = LocalWorker(inputs.make_worker(config, pace), router, pace)
+        loops = inputs.make_worker(config, pace)
+        stack.push_async_callback(loops.aclose)
+        workers = LocalWorker(loops, router, pace)
     return AgentLoopManager(config, workers, clients)
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from minirl.agent_loop.base import AgentLoopContext
 from minirl.chat import ChatBuilder
 from minirl.config import load_config
+from minirl.openai.endpoint import PolicyEndpoint
 from minirl.tools.base import BaseTool
 from minirl.types import TokenOutput
 
@@ -212,10 +213,12 @@ def make_context(
     server: ScriptedServer, *, tools: Sequence[BaseTool] = (), overrides: Sequence[str] = ()
 ) -> AgentLoopContext:
     """What agent loops need to run on a scripted server; `overrides` are `key=value` settings."""
-    return AgentLoopContext(
+    context = AgentLoopContext(
         server=server,
         tokenizer=server.tokenizer,
         chat=ChatBuilder(server.tokenizer),
         tools={tool.name: tool for tool in tools},
         config=load_config(["model.path=scripted", *overrides]),
     )
+    context.endpoint = PolicyEndpoint(context)
+    return context

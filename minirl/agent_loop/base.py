@@ -24,6 +24,7 @@ from minirl.types import Termination, TokenOutput, Trajectory
 if TYPE_CHECKING:
     from minirl.agent_loop.interaction import Interaction
     from minirl.chat import ChatBuilder
+    from minirl.openai.endpoint import PolicyEndpoint
 
 AgentLoopOutput = Trajectory
 """What an agent loop returns."""
@@ -62,6 +63,8 @@ class AgentLoopContext:
     """From rollout.agent.agent_loop_config_path, beside the registered ones."""
     interactions: "Mapping[str, Interaction]" = field(default_factory=dict)
     """From rollout.multi_turn.interaction_config_path."""
+    endpoint: "PolicyEndpoint" = field(init=False)
+    """The policy for whoever speaks OpenAI's protocol; set by what makes the context."""
     parser: ToolParser = field(init=False)
     stop_when: re.Pattern[str] | None = field(init=False)
 
@@ -93,6 +96,10 @@ class AgentLoopBase:
         self.trajectories: list[Trajectory] = []
         """Everything that `start` made."""
 
+    @classmethod
+    def check_options(cls, **options: Any) -> None:
+        """ValueError for options that cannot be used; called before a run starts."""
+
     async def run(
         self, sampling_params: dict[str, Any], **row: Any
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
@@ -111,7 +118,7 @@ class AgentLoopBase:
         (`prompt_too_long`), by data.truncation.
         """
         size = sum(len(str(m.get("content"))) for m in messages)
-        prompt_ids = await _off_loop(size, self.chat.prompt, messages, tools or None)
+        prompt_ids = await off_loop(size, self.chat.prompt, messages, tools or None)
         data = self.config.data
         if len(prompt_ids) > data.max_prompt_length and data.truncation != "error":
             head, tail = split_kept(prompt_ids, data.max_prompt_length, data.truncation)
@@ -138,7 +145,7 @@ class AgentLoopBase:
         output = await self.server.generate(
             self.request_id, prompt_ids=trajectory.token_ids, sampling_params=params
         )
-        _count(trajectory, output, time.perf_counter() - start)
+        count_output(trajectory, output, time.perf_counter() - start)
         if output.token_ids:  # an abort may come before the first one
             trajectory.append_sampled(output)
         if output.finish_reason == "abort":
@@ -146,7 +153,7 @@ class AgentLoopBase:
         elif output.finish_reason == "length":
             cut_by_room = params["max_tokens"] == room
             self.finish(trajectory, "response_length" if cut_by_room else "turn_length")
-        return await _off_loop(len(output.token_ids), self.chat.decode, output.token_ids)
+        return await off_loop(len(output.token_ids), self.chat.decode, output.token_ids)
 
     def parse_tool_calls(self, text: str) -> list[ToolCall]:
         """The calls in a turn's text, in their order; malformed ones carry a `problem`."""
@@ -165,16 +172,16 @@ class AgentLoopBase:
             return "stop"
         if reason := self.limit_reached(trajectory):
             return reason
-        if _reached(num_run, self.config.rollout.multi_turn.max_tool_calls):
+        if is_reached(num_run, self.config.rollout.multi_turn.max_tool_calls):
             return "max_tool_calls"
         return None
 
     def limit_reached(self, trajectory: Trajectory) -> Termination | None:
         """The limit of turns that forbids another observation; None when there may be one."""
         limits = self.config.rollout.multi_turn
-        if _reached(trajectory.num_turns, limits.max_assistant_turns):
+        if is_reached(trajectory.num_turns, limits.max_assistant_turns):
             return "max_assistant_turns"
-        if _reached(trajectory.num_turns - 1, limits.max_user_turns):
+        if is_reached(trajectory.num_turns - 1, limits.max_user_turns):
             return "max_user_turns"
         return None
 
@@ -207,7 +214,7 @@ class AgentLoopBase:
         (`observation_too_long`) and return False.
         """
         size = sum(len(str(m.get("content"))) for m in messages)
-        token_ids = await _off_loop(size, self.chat.observation, messages, tools or None)
+        token_ids = await off_loop(size, self.chat.observation, messages, tools or None)
         if len(token_ids) >= self.room(trajectory):
             self.finish(trajectory, "observation_too_long")
             return False
@@ -289,21 +296,22 @@ def _agent_loop(entry: dict[str, Any]) -> Iterator[tuple[str, AgentLoopFactory]]
     known = option_names(found)
     for key in options.keys() - known:
         raise ValueError(f"{key}: {target} has no such option{nearest(str(key), known)}")
+    found.check_options(**options)
     yield name, partial(found, **options)
 
 
-async def _off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
+async def off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
     """Tokenize short texts here, where a thread would cost more, and long ones in a thread."""
     if size < LONG_TEXT:
         return function(*args)
     return await asyncio.to_thread(function, *args)
 
 
-def _reached(count: int, limit: int | None) -> bool:
+def is_reached(count: int, limit: int | None) -> bool:
     return limit is not None and count >= limit
 
 
-def _count(trajectory: Trajectory, output: TokenOutput, seconds: float) -> None:
+def count_output(trajectory: Trajectory, output: TokenOutput, seconds: float) -> None:
     for key, value in (
         ("generate_s", seconds),
         ("num_cached_tokens", output.num_cached_tokens),

@@ -33,16 +33,33 @@ def load_reward_function(config: RewardConfig) -> RewardFunction:
     """The function of reward.custom_reward_function, or the one that chooses by data_source.
 
     reward.reward_kwargs are bound to it. A plain function of the user's runs in a thread, so it may
-    wait or compute for long. ConfigError names what cannot be found or is not accepted.
+    wait or compute for long. A class is made once, with reward.reward_kwargs, and what it makes is
+    called. ConfigError names what cannot be found or is not accepted.
     """
     if config.custom_reward_function is None:
         return _by_data_source(config.reward_kwargs)
     function = _load_custom(config.custom_reward_function)
     _check_options(function, config.reward_kwargs)
+    if inspect.isclass(function):
+        return _make(function, config)
     bound = partial(function, **config.reward_kwargs)
     if inspect.iscoroutinefunction(function):
         return bound
     return partial(run_in_thread, bound)
+
+
+def _make(scorer: type, config: RewardConfig) -> RewardFunction:
+    require(
+        config.reward_manager != "prime",
+        "reward.reward_manager",
+        config.reward_manager,
+        "its processes cannot make a reward class; write naive or dapo",
+    )
+    try:
+        made = scorer(**config.reward_kwargs)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"reward.reward_kwargs: {error}") from error
+    return made if inspect.iscoroutinefunction(scorer.__call__) else partial(run_in_thread, made)
 
 
 def require_custom(custom: CustomRewardConfig | None, manager: str) -> CustomRewardConfig:

@@ -17,6 +17,7 @@ from minirl.agent_loop import (
 from minirl.agent_loop.base import AgentLoopFactory
 from minirl.chat import ChatBuilder, ChatTemplateError
 from minirl.config import AgentConfig, Config, ConfigError, ModelConfig, require
+from minirl.openai.endpoint import PolicyEndpoint
 from minirl.rewards import RewardManager, load_reward_manager
 from minirl.rollout.client import AsyncLLMServerManager, Generator
 from minirl.rollout.worker import AgentLoopWorker
@@ -47,6 +48,7 @@ class AgentParts:
             agent_loops=self.agent_loops,
             interactions=self.interactions,
         )
+        context.endpoint = PolicyEndpoint(context)
         return AgentLoopWorker(config.rollout, context, self.reward_manager)
 
 

@@ -16,6 +16,7 @@ from minirl.agent_loop import (
     run_agent_loop,
 )
 from minirl.config import RolloutConfig
+from minirl.openai.endpoint import POLICY
 from minirl.rewards import RewardManager
 from minirl.rollout.client import AsyncLLMServerManager, RoutingStats
 from minirl.rollout.modes import Pace
@@ -89,8 +90,13 @@ class AgentLoopWorker:
                 break
         return trajectories
 
+    async def aclose(self) -> None:
+        """Stop to serve agents; after the last request."""
+        await self._context.endpoint.aclose()
+
     async def _attempt(self, request: SampleRequest, seed: int) -> list[Trajectory]:
         started = time.perf_counter()
+        POLICY.set(self._context.endpoint)
         CONVERSATION.set(f"{request.row['uid']}/{request.sample_index}")
         row = {
             **request.row,

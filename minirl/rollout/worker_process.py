@@ -122,7 +122,9 @@ async def _serve(spec: WorkerSpec, news: News) -> None:
         ]
         router = make_router(config.rollout.agent, clients, first_server=spec.index)
         pace = Pace(router)
-        worker = LocalWorker(parts.make_worker(config, pace), router, pace)
+        loops = parts.make_worker(config, pace)
+        stack.push_async_callback(loops.aclose)
+        worker = LocalWorker(loops, router, pace)
         stack.enter_context(WAITS.explained(config.rollout.stall_warning_s))
         lag = await stack.enter_async_context(loop_lag())
         service = ServerService(ServedWorker(worker, lag, news), spec.address, METHODS)
