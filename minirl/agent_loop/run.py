@@ -41,7 +41,7 @@ async def run_agent_loop(
         if cancelled_from_outside():
             raise
         return failed_trajectories(loop.trajectories, error, row)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit() in user code ends its trajectory only
         if _is_server_error(error):
             raise
         timed_out = isinstance(error, TimeoutError) and deadline.expired()
@@ -84,7 +84,7 @@ def failed_trajectories(
     return trajectories
 
 
-def _is_server_error(error: Exception) -> bool:
+def _is_server_error(error: BaseException) -> bool:
     """Also inside the group that a TaskGroup of the user's makes of it."""
     if isinstance(error, ExceptionGroup):
         return error.subgroup(ServerError) is not None

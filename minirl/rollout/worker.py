@@ -101,7 +101,7 @@ class AgentLoopWorker:
         params = {**request.sampling_params, "seed": seed}
         try:
             loop = make_agent_loop(name, self._context)
-        except Exception as error:  # of user code
+        except (Exception, SystemExit) as error:  # of user code
             trajectories = failed_trajectories([], error, row)
         else:
             trajectories = await run_agent_loop(loop, params, row)
@@ -119,7 +119,7 @@ class AgentLoopWorker:
             try:
                 with WAITS.on("reward"):
                     await self._reward_manager(last, row, solution)
-            except Exception as error:  # the reward is user code: its failure is the trajectory's
+            except (Exception, SystemExit) as error:  # user code: its failure is the trajectory's
                 record_failure(last, "error", error)
         last.metrics["reward_s"] = time.perf_counter() - started
         for earlier in trajectories[:-1]:
