@@ -114,16 +114,18 @@ class AgentLoopWorker:
         """The last trajectory carries the outcome; earlier stretches of the history share it."""
         last = trajectories[-1]
         started = time.perf_counter()
-        if last.num_turns and last.reward is None:
+        if last.reward is None and any(t.num_turns for t in trajectories):
             solution = await asyncio.to_thread(self._context.chat.decode, last.response_ids)
             try:
                 with WAITS.on("reward"):
                     await self._reward_manager(last, row, solution)
             except (Exception, SystemExit) as error:  # user code: its failure is the trajectory's
-                record_failure(last, "error", error)
+                for trajectory in trajectories:
+                    record_failure(trajectory, "error", error)
         last.metrics["reward_s"] = time.perf_counter() - started
         for earlier in trajectories[:-1]:
-            earlier.reward = last.reward
+            earlier.reward, earlier.answer = last.reward, last.answer
+            earlier.reward_breakdown = last.reward_breakdown | earlier.reward_breakdown
 
 
 class LocalWorker:
