@@ -5,6 +5,7 @@ import gc
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,16 @@ NAME = re.compile(r"c\d+c")
 
 
 def check_results(
-    config: Config, rows: list[dict[str, Any]], step: int, trajectories: list[Trajectory]
+    config: Config,
+    rows: list[dict[str, Any]],
+    step: int,
+    trajectories: list[Trajectory],
+    write: Callable[[int], Script] = Script,
 ) -> None:
     """Every prompt has its results, in order, and each is what its seed asks for."""
     n = config.rollout.n
     by_key = {
-        key: list(group)
-        for key, group in groupby(trajectories, lambda t: (t.uid, t.sample_index))
+        key: list(group) for key, group in groupby(trajectories, lambda t: (t.uid, t.sample_index))
     }
     assert list(by_key) == [(row["uid"], index) for row in rows for index in range(n)]
     assert sum(map(len, by_key.values())) == len(trajectories)
@@ -41,22 +45,26 @@ def check_results(
         for index in range(n):
             stretches = by_key[row["uid"], index]
             assert len(stretches) <= 1 + (row["fates"].get(str(index)) == "rewrite")
-            check_conversation(row, script_of(config, step, stretches), stretches)
+            script = script_of(config, step, stretches[0], write)
+            check_conversation(row, script, stretches)
     limits = {"response_length": 9, "max_prompt_length": 9}
     shares = trajectory_metrics(trajectories, **limits).result()
     reasons = [v for k, v in shares.items() if k.startswith("agent_loop/termination/")]
     assert sum(reasons) == pytest.approx(1) and len(reasons) == 11
 
 
-def script_of(config: Config, step: int, stretches: list[Trajectory]) -> Script:
-    """What the policy was to say: the seed comes from the prompt, not from the engine."""
-    uid, index = stretches[0].uid, stretches[0].sample_index
-    seed = derive_seed(config.trainer.seed, step, uid, index)
+def script_of(
+    config: Config, step: int, first: Trajectory, write: Callable[[int], Script]
+) -> Script:
+    """What the policy was to say: by the prompt's seed, not the engine's; of the attempt kept."""
+    seed = derive_seed(config.trainer.seed, step, first.uid, first.sample_index)
     retries = config.rollout.max_retries if config.rollout.on_failure == "retry" else 0
     seeds = [seed, *(derive_seed(seed, "retry", attempt + 1) for attempt in range(retries))]
-    scripts = [Script(derive_seed(s, 0, 0)) for s in seeds]
-    said = NAME.findall(TOKENIZER.decode(stretches[0].response_ids))
-    return next((s for s in scripts if said and s.me == said[0]), scripts[-1])
+    scripts = [write(derive_seed(s, 0, 0)) for s in seeds]
+    said = TOKENIZER.decode(first.response_ids[: first.turn_ends[0]] if first.turn_ends else [])
+    fitting = [s for s in scripts if (s.text(0) + "<|im_end|>").startswith(said)]
+    assert fitting
+    return fitting[-1]
 
 
 def check_conversation(row: dict[str, Any], script: Script, stretches: list[Trajectory]) -> None:

@@ -6,7 +6,7 @@ trainer.seed, step, prompt and sample: the same in every run and in every proces
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -34,8 +34,8 @@ GARBAGE = (
     '<tool_call>{"name": "chaos", "arguments": {"me": 1}}</tool_call>',
     '<tool_call>{"name": "chaso", "arguments": {}}</tool_call>',
 )
-MCP_TOOLS = {"echo": 80, "fail": 8, "picture": 4, "pages": 2, "die": 3}
-MCP_ARGUMENTS: dict[str, Any] = {"fail": {}, "picture": {}, "pages": {"megabytes": 1}, "die": {}}
+NOTHING: Mapping[str, int] = {}
+MCP_TOOLS = {"echo": 80, "fail": 12, "picture": 8, "die": 6}
 STOP = "stop here"
 """rollout.multi_turn.stop_when."""
 
@@ -52,11 +52,11 @@ def call(tool: str, **arguments: Any) -> str:
 class Script:
     """What the policy will say in one conversation, turn by turn, and what the engine does to it."""
 
-    def __init__(self, seed: int, *, hangs: bool = True, mcp: bool = False) -> None:
+    def __init__(self, seed: int, *, hangs: bool = True, mcp: Mapping[str, int] = NOTHING) -> None:
         draw = Random(seed)
         self.me = name_of(seed)
         self.mcp = mcp
-        num_turns = draw.choice((0, 0, 1, 1, 1, 2, 6))
+        num_turns = draw.choice((0, 0, 0, 1, 1, 1, 1, 2, 6))
         self.turns = [self._calls(draw) for _ in range(num_turns)]
         if hangs and self.turns and draw.random() < 0.06:
             tool = draw.choice(tuple(HANGS))
@@ -70,9 +70,9 @@ class Script:
             self.turns[self.fate_turn] = "on and on " * 99
         self.turn = -1
 
-    def next_turn(self) -> str:
-        """Go on to it; what the engine is to do to it."""
-        self.turn += 1
+    @property
+    def fate_now(self) -> str:
+        """What the engine is to do to this turn."""
         return self.fate if self.turn == self.fate_turn else ""
 
     def text(self, turn: int) -> str:
@@ -84,8 +84,8 @@ class Script:
         for _ in range(draw.choice((1, 1, 1, 1, 2, 4))):
             kind = draw.random()
             if self.mcp and kind > 0.4:
-                name = draw.choices(tuple(MCP_TOOLS), MCP_TOOLS.values())[0]
-                calls.append(call(f"mcp_{name}", **MCP_ARGUMENTS.get(name, {"text": self.me})))
+                name = draw.choices(tuple(self.mcp), self.mcp.values())[0]
+                calls.append(call(f"mcp_{name}", **({"text": self.me} if name == "echo" else {})))
             elif kind < 0.06:
                 calls.append(draw.choice(GARBAGE))
             elif kind < 0.12:
@@ -113,10 +113,17 @@ class ChaosEngine(ScriptedEngine):
         self.num_cancelled = 0
         self.hold: asyncio.Event | None = None
         """While there is one that is not set, turns after the first wait for it."""
+        self.num_held = 0
 
-    def _reply(self, conversation: str, *_: Any) -> str:
+    async def _reply(self, conversation: str, *_: Any) -> str:
         script = self.scripts[conversation]
-        return script.text(script.turn)
+        turn = script.turn
+        await asyncio.sleep(0.1 if script.fate_now == "slow" else self.delay_s)
+        if self.hold and turn:
+            self.num_held += 1
+            await self.hold.wait()
+            await self.check_health()
+        return script.text(turn)
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str
@@ -125,19 +132,17 @@ class ChaosEngine(ScriptedEngine):
         if conversation not in self.scripts:
             self.scripts[conversation] = self.write(sampling_params["seed"])
         script = self.scripts[conversation]
-        fate = script.next_turn()
-        if fate == "refuse":
+        script.turn += 1
+        if script.fate_now == "refuse":
             raise RequestRefusedError("the prompt is not to be had")
         try:
-            if self.hold and script.turn:
-                await self.hold.wait()
-            await asyncio.sleep(0.1 if fate == "slow" else self.delay_s)
             output = await super().generate(prompt_ids, sampling_params, request_id)
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
-        self.script.requests.clear()
-        kept = {"abort": len(output.token_ids) // 2, "abort_at_once": 0}.get(fate)
+        finally:
+            self.script.requests.clear()
+        kept = {"abort": len(output.token_ids) // 2, "abort_at_once": 0}.get(script.fate_now)
         return output if kept is None else _aborted(output, kept)
 
 

@@ -55,7 +55,9 @@ async def run_agent_loop(
 def record_failure(trajectory: Trajectory, reason: Termination, error: BaseException) -> None:
     """End a trajectory because of an exception in user code, and keep its traceback."""
     trajectory.termination = reason
-    trajectory.error = "".join(traceback.format_exception(error))
+    text = "".join(traceback.format_exception(error))
+    # A lone surrogate (a file name, a byte that is no text) could not be sent, nor written.
+    trajectory.error = text.encode("utf-8", "backslashreplace").decode()
     trim(trajectory)
 
 
