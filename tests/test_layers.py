@@ -10,7 +10,7 @@ LAYERS = [
     {"train", "evaluate", "view", "steps", "run", "launch"}
     | {"inputs", "checks", "credit", "curriculum", "records", "selftest"},
     {"rollout", "trainer", "testing"},
-    {"agent_loop", "tools", "rewards", "algorithms", "data", "chat", "chat_certify", "hints"},
+    {"agent_loop", "tools", "rewards", "algorithms", "data", "chat", "hints"},
     {"types", "config", "registry", "metrics", "tracking", "distributed", "waits"}
     | {"display", "plots", "validation"},
 ]

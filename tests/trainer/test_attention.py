@@ -63,6 +63,14 @@ def test_what_it_cannot_do_is_refused():
 
 
 def test_a_window_longer_than_every_sequence_is_fine():
-    check_attention(MistralConfig(sliding_window=4096), 4096)
-    check_attention(MistralConfig(sliding_window=None), 9999)
-    check_attention(Qwen3Config(), 9999)
+    assert refusal(MistralConfig(sliding_window=4096), 4097) is not None
+    assert refusal(MistralConfig(sliding_window=4096), 4096) is None
+    assert refusal(MistralConfig(sliding_window=None), 9999) is None
+    assert refusal(Qwen3Config(), 9999) is None
+
+
+def refusal(config, max_length):
+    try:
+        check_attention(config, max_length)
+    except ConfigError as error:
+        return str(error)
