@@ -21,7 +21,6 @@ import chaos_user
 import psutil
 import pytest
 
-pytest.register_assert_rewrite("chaos_checks")
 from chaos_checks import check_nothing_is_left, check_releases, check_results, notes_of
 from chaos_engine import MCP_TOOLS, TOKENIZER, ChaosEngine, Script, name_of
 from scripted_engine import serving

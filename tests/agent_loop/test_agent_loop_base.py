@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 from scripted import QUESTION, TOKENIZER, check_invariants
 
@@ -43,6 +45,11 @@ class Broken(AgentLoopBase):
         raise KeyError("user code")
 
 
+class Exiting(AgentLoopBase):
+    async def run(self, sampling_params, **row):
+        sys.exit("no \udcff licence")
+
+
 class Nothing(AgentLoopBase):
     async def run(self, sampling_params, **row):
         return None
@@ -68,6 +75,7 @@ async def test_a_loop_may_return_several_trajectories():
         (Unfinished, "call self.finish(trajectory, reason)", 0),
         (Broken, "KeyError: 'user code'", 1),
         (Nothing, "run() returned None", 0),
+        (Exiting, r"SystemExit: no \udcff licence", 0),  # escaped: it could not be written
         (AgentLoopBase, "NotImplementedError", 0),
     ],
 )

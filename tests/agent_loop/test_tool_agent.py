@@ -1,6 +1,7 @@
 """The tool loop over a scripted engine: tokens, order, limits, and every way to end."""
 
 import asyncio
+import sys
 from typing import ClassVar
 
 import pytest
@@ -160,6 +161,8 @@ async def test_a_turn_that_was_cut_calls_nothing():
         (call("calculator", expression="1/0"), "error", "Error: division by zero"),
         (call("broken"), "error", "the tool 'broken' failed: KeyError: 'x'"),
         (call("cancels"), "error", "the tool 'cancels' failed: CancelledError"),
+        (call("exits"), "error", "the tool 'exits' failed: SystemExit: 3"),
+        (call("unprintable"), "error", "the tool 'unprintable' failed: Unprintable"),
         (call("hangs"), "timeout", "the tool 'hangs' did not answer within 0.05 s"),
         (call("own_timeout"), "error", "the tool 'own_timeout' failed: TimeoutError"),
         (call("surrogate"), "ok", "a?b"),
@@ -177,6 +180,20 @@ async def test_the_model_is_told_and_the_conversation_goes_on(text, status, told
         raise asyncio.CancelledError
 
     @function_tool
+    async def exits() -> str:
+        """End the program, as argparse does."""
+        sys.exit(3)
+
+    class Unprintable(Exception):
+        def __str__(self):
+            raise LookupError
+
+    @function_tool
+    def unprintable() -> str:
+        """Raise what has no words."""
+        raise Unprintable
+
+    @function_tool
     async def hangs() -> str:
         """Never answer."""
         await asyncio.Event().wait()
@@ -191,7 +208,7 @@ async def test_the_model_is_told_and_the_conversation_goes_on(text, status, told
         """Return what is not Unicode."""
         return "a\ud800b"
 
-    tools = [*TOOLS, broken, cancels, hangs, own_timeout, surrogate]
+    tools = [*TOOLS, broken, cancels, exits, unprintable, hangs, own_timeout, surrogate]
     overrides = ["rollout.multi_turn.tool_timeout_s=0.05"]
     trajectory, server = await run_script([text + ADD, "#### 4"], tools, overrides)
     assert [r.status for r in trajectory.tool_calls] == [status, "ok"]
