@@ -127,7 +127,6 @@ def check_calls(t: Trajectory, me: str, fates: dict[str, Any]) -> None:
         assert len(TOKENIZER.encode(record.result)) <= 40
         if record.status == "ok" and record.name == "chaos":
             assert record.result.startswith(me)
-    assert set(NAME.findall(TOKENIZER.decode(t.token_ids))) <= {me}
     run = [record for record in t.tool_calls if record.status != "not_run"]
     assert len(run) <= 9
     assert max(Counter(record.turn for record in run).values(), default=0) <= 3

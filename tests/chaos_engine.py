@@ -50,7 +50,7 @@ def call(tool: str, **arguments: Any) -> str:
 
 
 class Script:
-    """What the policy will say in one conversation, turn by turn, and what the engine does to it."""
+    """What the policy will say in one conversation, turn by turn, and what the engine does."""
 
     def __init__(self, seed: int, *, hangs: bool = True, mcp: Mapping[str, int] = NOTHING) -> None:
         draw = Random(seed)

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def check_stretches(trajectories: list[Trajectory]) -> None:
     assert len(conversations) == 16
     assert {len(stretches) for stretches in conversations} == {1, 3}
     for stretches in conversations:
-        for before, after in zip(stretches, stretches[1:], strict=False):
+        for before, after in pairwise(stretches):
             start = before.turn_ends[-2]
             turn = zip(before.response_ids[start:], before.response_mask[start:], strict=True)
             summary = TOKENIZER.decode([token for token, mask in turn if mask])

@@ -11,7 +11,7 @@ REQUEST = (
 
 
 class HistorySummaryAgent(AgentLoopBase):
-    """Calls tools; when a stretch has `stretch_tokens` tokens, sums it up and starts anew with that.
+    """Calls tools; when a stretch has `stretch_tokens` tokens, sums it up and starts anew.
 
     The summary is the last turn of its stretch, so it trains like any other turn: good is what the
     stretches behind it can go on from. The prompt of the next one is the question and the summary.
