@@ -69,7 +69,20 @@ def _finished(result: Any) -> list[Trajectory]:
         raise ValueError(
             "run() returned a trajectory that has not ended; call self.finish(trajectory, reason)"
         )
+    if not all(map(_is_consistent, trajectories)):
+        raise ValueError(
+            "run() returned a trajectory whose tokens, mask, log-probabilities and turns do not "
+            "fit one another; only self.generate and self.append_observation may write to them, and "
+            "self.finish(trajectory, reason) ends it"
+        )
     return trajectories
+
+
+def _is_consistent(t: Trajectory) -> bool:
+    lengths = {len(t.response_ids), len(t.response_mask), len(t.response_logprobs)}
+    turns = {len(t.turn_ends), len(t.turn_rewards), len(t.weight_versions)}
+    end = t.turn_ends[-1] if t.turn_ends else 0
+    return lengths == {end} and len(turns) == 1
 
 
 def failed_trajectories(

@@ -94,6 +94,12 @@ async def test_results_are_in_the_order_of_the_calls_and_surplus_calls_are_told(
         ("max_assistant_turns", [ADD] * 3, ["rollout.multi_turn.max_assistant_turns=2"], 2),
         ("max_user_turns", [ADD] * 4, ["rollout.multi_turn.max_user_turns=2"], 3),
         ("max_tool_calls", [ADD] * 4, ["rollout.multi_turn.max_tool_calls=2"], 3),
+        (  # calls that were not run do not count
+            "max_tool_calls",
+            [ADD * 2, ADD, ADD],
+            ["rollout.multi_turn={max_tool_calls: 2, max_parallel_calls: 1}"],
+            3,
+        ),
         ("observation_too_long", [ADD] * 2, ["rollout.response_length=90"], 1),
         ("prompt_too_long", [], ["data.max_prompt_length=100"], 0),
         ("prompt_too_long", [], ["rollout.max_model_len=100"], 0),
