@@ -72,8 +72,8 @@ def _finished(result: Any) -> list[Trajectory]:
     if not all(map(_is_consistent, trajectories)):
         raise ValueError(
             "run() returned a trajectory whose tokens, mask, log-probabilities and turns do not "
-            "fit one another; only self.generate and self.append_observation may write to them, and "
-            "self.finish(trajectory, reason) ends it"
+            "fit one another; only self.generate and self.append_observation may write to them, "
+            "and self.finish(trajectory, reason) ends it"
         )
     return trajectories
 

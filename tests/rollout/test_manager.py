@@ -369,7 +369,7 @@ async def test_too_many_failures_end_the_run_with_the_most_frequent_cause(
 async def test_a_timeout_is_no_zero_either(open_rollout: Opener) -> None:
     rows = prompts(2)
     delay = lambda request_id, turn: 0.0 if len(rollout.requests) == 1 else 3600.0
-    settings = "rollout.trajectory_timeout_s=0.3", "rollout.max_failure_fraction=0.1"
+    settings = "rollout.trajectory_timeout_s=2", "rollout.max_failure_fraction=0.1"
     async with open_rollout(right, *settings, delay_s=delay) as rollout:
         trajectories = await rollout.manager.generate_sequences(rows, step=1)
     assert [t.termination for t in trajectories] == ["stop", "timeout"]  # and that is no failure
@@ -567,7 +567,7 @@ async def test_async_waits_for_nobody(open_rollout: Opener) -> None:
 async def test_a_failing_or_hanging_conversation_holds_nobody_up(
     open_rollout: Opener, mode: str
 ) -> None:
-    settings = f"rollout.mode={mode}", "rollout.trajectory_timeout_s=0.3"
+    settings = f"rollout.mode={mode}", "rollout.trajectory_timeout_s=2"
     async with open_rollout(right, *settings) as rollout:
         rows = prompts(4)
         rows[1]["agent_name"], rows[2]["agent_name"] = "hangs_between_turns", "raises_at_once"
