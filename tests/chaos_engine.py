@@ -35,7 +35,7 @@ GARBAGE = (
     '<tool_call>{"name": "chaso", "arguments": {}}</tool_call>',
 )
 NOTHING: Mapping[str, int] = {}
-MCP_TOOLS = {"echo": 80, "fail": 12, "picture": 8, "die": 6}
+MCP_TOOLS = {"echo": 80, "fail": 12, "picture": 8, "die": 10}
 STOP = "stop here"
 """rollout.multi_turn.stop_when."""
 
