@@ -36,12 +36,15 @@ def pack_groups(
     """
     masked = set(config.rollout.mask_terminations)
     members = [(index, t) for index, group in enumerate(groups) for t in group.trajectories]
+    samples = [(index, t.sample_index) for index, t in members]
+    numbers = {sample: number for number, sample in enumerate(dict.fromkeys(samples))}
     return packing.pack(
         [t for _, t in members],
         [token_rewards(t, config.reward.tool_reward) for _, t in members],
         [index for index, _ in members],
         [t.termination not in masked for _, t in members],
         None if prompts is None else [ids for group in prompts for ids in group],
+        [numbers[sample] for sample in samples],
     )
 
 
@@ -152,6 +155,7 @@ def advantage_inputs(
         token_rewards=packing.to_rows(batch, "token_rewards"),
         response_mask=packing.to_rows(batch, "response_mask"),
         group_ids=batch.group_ids,
+        sample_ids=batch.sample_ids,
         values=rows("values"),
         logprob_stats=rows("logprob_stats"),
         logprobs=rows("old_logprobs"),

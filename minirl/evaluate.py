@@ -20,14 +20,14 @@ from minirl.launch import run_command
 from minirl.rewards import reward_number
 from minirl.run import Run, open_run
 from minirl.tracing import TrajectoryWriter
-from minirl.types import Trajectory
+from minirl.types import Trajectory, conversations
 from minirl.validation import ValResult, validation_metrics
 
 
 async def validate(run: Run, step: int) -> tuple[dict[str, float], list[Trajectory]]:
     """Rank 0: sample every validation prompt `rollout.val_kwargs.n` times and score the answers.
 
-    A trajectory that failed counts as an answer with score 0.
+    A trajectory that failed counts as an answer with score 0, stretches of one conversation as one.
     """
     assert run.inputs is not None and run.manager is not None
     prompts = [{**row, "uid": f"val-{i}"} for i, row in enumerate(run.inputs.val_rows)]
@@ -40,7 +40,7 @@ async def validate(run: Run, step: int) -> tuple[dict[str, float], list[Trajecto
             acc=reward_number(t, "acc") if "acc" in t.reward_breakdown else None,
             answer=t.answer,
         )
-        for t in trajectories
+        for t in conversations(trajectories)
     ]
     return validation_metrics(results), trajectories
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, SupportsFloat, get_args, get_type_hints
 
-from minirl.types import Termination, ToolCallRecord, Trajectory
+from minirl.types import Termination, ToolCallRecord, Trajectory, conversations
 
 Reduce = Literal["mean", "sum", "min", "max", "last"]
 STATISTICS: tuple[Reduce, ...] = ("mean", "max", "min")
@@ -136,14 +136,16 @@ def trajectory_metrics(
     """What the rollout of a step looks like, under verl's names where the quantity is the same.
 
     `response_length` and `max_prompt_length` are the limits in tokens, for the clip ratios.
-    `critic/score` is `Trajectory.reward`, where there is one; `critic/rewards` is `rewards`, one
+    `critic/score` is `Trajectory.reward`, where there is one, of each conversation (its stretches
+    share it), as are `reward/...` and `critic/groups/...`; `critic/rewards` is `rewards`, one
     per trajectory: what the estimator saw, after tool rewards and KL penalty (None = the score).
     `num_turns` counts turns of the policy. `critic/groups/no_signal` is the share of groups whose
     rewards are all equal. Every figure in `Trajectory.metrics` becomes
     `trajectory/<figure>/{mean,max,min}`.
     """
     metrics = Metrics()
-    scores = [t.reward for t in trajectories if t.reward is not None]
+    ends = conversations(trajectories)
+    scores = [t.reward for t in ends if t.reward is not None]
     metrics.add_stats("critic/score", scores)
     metrics.add_stats("critic/rewards", scores if rewards is None else rewards)
     lengths = [len(t.response_ids) for t in trajectories]
@@ -157,7 +159,7 @@ def trajectory_metrics(
     metrics.add_stats("num_turns", [t.num_turns for t in trajectories])
     metrics.add("perf/total_num_tokens", sum(lengths) + sum(prompt_lengths), reduce="sum")
     _add_agent_loop(metrics, trajectories)
-    _add_rewards(metrics, trajectories)
+    _add_rewards(metrics, ends)
     return metrics
 
 

@@ -1,5 +1,6 @@
 """The data that flows through a step: one typed object per stage."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -181,6 +182,11 @@ class Trajectory:
         self.response_logprobs += logprobs
 
 
+def conversations(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+    """The last stretch of each conversation, in order: the one that carries its outcome."""
+    return list({(t.uid, t.sample_index): t for t in trajectories}.values())
+
+
 @dataclass(slots=True, kw_only=True)
 class Group:
     """The `rollout.n` trajectories of one prompt, in the order of their `sample_index`."""
@@ -217,6 +223,7 @@ class MicroBatch:
     lengths: Tensor  # [S] int64, tokens per sequence
     prompt_lengths: Tensor  # [S] int64
     group_ids: Tensor  # [S] int64, sequences of one prompt share it
+    sample_ids: Tensor | None = None  # [S] int64, stretches of one conversation share it
     old_logprobs: Tensor | None = None  # [T] float32, the policy's at the start of the step
     ref_logprobs: Tensor | None = None  # [T] float32
     hinted_logprobs: Tensor | None = None  # [T] float32, the policy's behind a hinted prompt
@@ -262,7 +269,7 @@ class MicroBatch:
         return MicroBatch(**moved)
 
 
-PER_SEQUENCE = frozenset({"lengths", "prompt_lengths", "group_ids"})
+PER_SEQUENCE = frozenset({"lengths", "prompt_lengths", "group_ids", "sample_ids"})
 """Fields of MicroBatch of shape [S]; all others are [T]."""
 
 
@@ -276,6 +283,7 @@ class AdvantageInputs:
     token_rewards: Tensor  # [B, T]
     response_mask: Tensor  # [B, T], 1 where the policy sampled
     group_ids: Tensor  # [B] int64
+    sample_ids: Tensor | None = None  # [B] int64; None = every row is a conversation of its own
     values: Tensor | None = None  # [B, T]
     greedy_rewards: Tensor | None = None  # [B], reward of the greedy rollout of the same prompt
     reward_components: dict[str, Tensor] | None = None  # name -> [B]

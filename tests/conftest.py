@@ -5,6 +5,8 @@ from multiprocessing.context import ForkServerContext
 
 import pytest
 
+pytest.register_assert_rewrite("chaos_checks")
+
 
 @pytest.fixture(scope="session")
 def forkserver() -> ForkServerContext:

@@ -3,143 +3,32 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from pathlib import Path
 
 import pytest
+from chat_fixtures import (
+    CHATML,
+    GPT2_WORDS,
+    MARKUP,
+    MINIMAL,
+    TOOLS,
+    WORDS,
+    awkward,
+    builder,
+    grow,
+    tokenizer_for,
+    tool,
+    turn,
+    user,
+    whole,
+    with_template,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from minirl.chat import ChatBuilder, ChatTemplateError
-from minirl.chat_certify import quirks
+from minirl.chat import ChatBuilder, ChatTemplateError, certify, quirks
 
-TEMPLATES = Path(__file__).parent / "templates"
-CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-LLAMA = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-MARKUP = [
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-    "<think>",
-    "</think>",
-]
-WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-GPT2_WORDS = r"'s| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-SENTENCES = [
-    "the quick brown fox jumps over the lazy dog, and 12 + 30 = 42\n\n",
-    'user\nassistant\nsystem\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n',
-]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds. “Exactly.”",
-            "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
-        },
-    }
-]
-MINIMAL = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-@cache
-def tokenizer_for(name: str, **overrides) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with the special tokens of the template's family, words cut as Llama's."""
-    special = overrides.get("special", LLAMA if name == "llama31" else CHATML)
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(overrides.get("words", WORDS)), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=list(special),
-        show_progress=False,
-    )
-    backend.train_from_iterator(SENTENCES, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=special[0], eos_token=special[-1]
-    )
-    tokenizer.add_tokens([] if name == "llama31" else MARKUP)
-    tokenizer.chat_template = overrides.get("template") or (TEMPLATES / f"{name}.jinja").read_text()
-    return tokenizer
-
-
-@cache
-def builder(name: str, **kwargs) -> ChatBuilder:
-    return ChatBuilder(tokenizer_for(name), template_kwargs=kwargs)
-
-
-def with_template(template: str) -> ChatBuilder:
-    return ChatBuilder(tokenizer_for("hermes"), chat_template=template)
-
-
-def whole(name: str, messages: list[dict], tools=None, generation=True, **kwargs) -> list[int]:
-    """The conversation by Hugging Face's own path."""
-    encoded = tokenizer_for(name).apply_chat_template(
-        messages, tools=tools, add_generation_prompt=generation, **kwargs
-    )
-    return encoded["input_ids"]
-
-
-def turn(content: str, observation: list[dict], number: int) -> dict:
-    """An assistant turn that calls for the observation."""
-    results = [m for m in observation if m["role"] == "tool"]
-    message = {"role": "assistant", "content": content}
-    if results:
-        message["tool_calls"] = [
-            {"id": f"call{number}{i:04d}", "type": "function", "function": call}
-            for i, call in enumerate([{"name": "add", "arguments": {"a": number}}] * len(results))
-        ]
-    return message
-
-
-def tool(content: str) -> dict:
-    return {"role": "tool", "name": "add", "content": content}
-
-
-def user(content: str) -> dict:
-    return {"role": "user", "content": content}
-
-
-def check_growth(chat: ChatBuilder, name: str, start, steps, tools, **kwargs) -> None:
-    """Tokens grown turn by turn equal those of the whole where the model samples the template's."""
-    messages, ids = list(start), chat.prompt(start, tools)
-    assert ids == whole(name, start, tools, **kwargs)
-    for number, (content, observation) in enumerate(steps):
-        messages += [turn(content, observation, number), *observation]
-        rendered = whole(name, messages, tools, **kwargs)
-        appended = chat.observation(observation, tools)
-        assert rendered[: len(ids)] == ids
-        assert rendered[-len(appended) :] == appended
-        sampled = rendered[len(ids) : -len(appended)]
-        assert [i for i in sampled if i in chat.stop_token_ids] == sampled[-1:]
-        ids = ids + sampled + appended
-        assert ids == rendered
-
-
-awkward = st.one_of(
-    st.sampled_from(
-        ["", " ", "\n", " 42 ", "\n\n42\n\n", "\t\r\n x", "é漢字🙂", "\u200b", "<|", "|>"]
-    ),
-    st.sampled_from(
-        ["im_end", "< |im_end| >", "{{ x }}", "{% if %}", '{"a": "\\n"}', "\\u00e9", "user\n"]
-    ),
-    st.text(st.characters(exclude_categories=("Cs",), exclude_characters="<"), max_size=20),
-)
 spoken = st.text("abc é漢🙂.", min_size=1, max_size=10).map(lambda text: f"so{text}.")
 
 
@@ -153,13 +42,15 @@ def steps(max_results: int):
 @pytest.mark.parametrize("name", ["hermes", "qwen25", "qwen3", "llama31"])
 def test_appending_equals_rendering_the_whole(name, tools):
     chat = builder(name)
-    chat.certify(tools)
+    certify(chat, tools)
 
     @settings(max_examples=40, deadline=None, derandomize=True, database=None)
     @given(system=st.none() | awkward, question=awkward, steps=steps(1 if name == "llama31" else 3))
     def grows(system, question, steps):
         start = [{"role": "system", "content": system}] if system is not None else []
-        check_growth(chat, name, [*start, user(question)], steps, tools)
+        turns = [(turn(text, seen, number), seen) for number, (text, seen) in enumerate(steps)]
+        pairs = grow(chat, name, [*start, user(question)], turns, tools)
+        assert all(grown == rendered for grown, rendered in pairs)
 
     grows()
 
@@ -203,17 +94,16 @@ def test_reasoning_that_was_sampled_stays_though_the_template_drops_it():
 
 
 def test_reasoning_between_tool_calls_is_kept_by_both():
-    chat = builder("qwen3")
-    spoken = [
-        ("<think>\nadd\n</think>\n\nok", [tool("2")]),
-        ("<think>\nmore\n</think>\n\nok", [tool("3")]),
-    ]
-    check_growth(chat, "qwen3", [user("1+1?")], spoken, TOOLS)
+    thoughts = ["<think>\nadd\n</think>\n\nok", "<think>\nmore\n</think>\n\nok"]
+    steps = [(turn(text, [tool("2")], number), [tool("2")]) for number, text in enumerate(thoughts)]
+    grown, rendered = grow(builder("qwen3"), "qwen3", [user("1+1?")], steps, TOOLS)[-1]
+    assert grown == rendered
+    assert "add" in builder("qwen3").tokenizer.decode(grown)
 
 
 def test_an_empty_think_block_of_the_generation_prompt_ends_the_observation():
     chat = builder("qwen3", enable_thinking=False)
-    chat.certify(TOOLS)
+    certify(chat, TOOLS)
     prompt, observation = chat.prompt([user("1+1?")]), chat.observation([tool("2")], TOOLS)
     think = chat.encode("<think>\n\n</think>\n\n")
     assert prompt[-len(think) :] == observation[-len(think) :] == think
@@ -285,7 +175,7 @@ def test_a_generation_prompt_that_would_merge_with_the_turn_is_noted():
     template = MINIMAL.replace("{{ m.role }}\n", "{{ m.role }}\n\n").replace("tant\n", "tant\n\n")
     for words, expected in ((GPT2_WORDS, True), (WORDS, False)):
         chat = ChatBuilder(tokenizer_for("hermes", template=template, words=words))
-        chat.certify(TOOLS)
+        certify(chat, TOOLS)
         assert any("merge" in quirk for quirk in quirks(chat, TOOLS)) == expected
 
 
@@ -317,7 +207,7 @@ def test_a_turn_that_ends_otherwise_in_a_history():
         "{{ '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}",
     )
     chat = with_template(template)
-    chat.certify()
+    certify(chat)
     assert chat.tokenizer.convert_tokens_to_ids("<|endoftext|>") in chat.stop_token_ids
     observation = chat.tokenizer.decode(chat.observation([user("go")]))
     assert observation == "<|im_start|>user\ngo<|im_end|><|im_start|>assistant\n"
@@ -334,7 +224,7 @@ def test_calls_closed_by_special_tokens_with_arguments_as_text():
     )
     tokenizer = tokenizer_for("hermes", template=template, special=(*MARKUP, *CHATML))
     chat = ChatBuilder(tokenizer)
-    chat.certify(TOOLS)
+    certify(chat, TOOLS)
     assert [tokenizer.decode([i]) for i in chat.stop_token_ids] == ["<|im_end|>"]
     observation = tokenizer.decode(chat.observation([tool("1"), tool("2")], TOOLS))
     assert observation == "".join(f"<tool_response>{i}</tool_response>" for i in (1, 2))
@@ -348,7 +238,7 @@ def test_an_end_of_turn_that_swallows_the_newline_behind_it():
     swallowing = AddedToken("<|im_end|>", rstrip=True, special=True, normalized=False)
     tokenizer.backend_tokenizer.add_special_tokens([swallowing])
     chat = ChatBuilder(tokenizer)
-    chat.certify()
+    certify(chat)
     rendered = tokenizer.apply_chat_template(
         [user("a"), {"role": "assistant", "content": "b"}, user("c")], add_generation_prompt=True
     )["input_ids"]
@@ -363,9 +253,9 @@ def test_a_chatml_template_without_a_tool_role_serves_conversations_without_tool
         "{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}" + MINIMAL
     )
     chat = with_template(template)
-    chat.certify()
+    certify(chat)
     with pytest.raises(ChatTemplateError, match="only user and assistant"):
-        chat.certify(TOOLS)
+        certify(chat, TOOLS)
     with pytest.raises(ChatTemplateError, match="only user and assistant"):
         chat.observation([tool("2")])
 
@@ -416,7 +306,7 @@ REFUSED = {
 def test_a_template_that_cannot_be_extended_is_refused_with_the_reason(why):
     template, reason = REFUSED[why]
     with pytest.raises(ChatTemplateError) as refusal:
-        with_template(template).certify(TOOLS)
+        certify(with_template(template), TOOLS)
     assert re.search(reason, str(refusal.value), re.DOTALL), str(refusal.value)
     assert "mark" not in str(refusal.value)
 
@@ -436,14 +326,17 @@ def test_quirks(name, expected, absent):
 
 
 def test_a_template_that_moves_tools_serves_conversations_without_tools():
-    with_template(REFUSED["puts tools before the last user message"][0]).certify()
+    chat = with_template(REFUSED["puts tools before the last user message"][0])
+    certify(chat)
+    appended = chat.tokenizer.decode(chat.observation([user("go")]))
+    assert appended == "\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_an_end_of_turn_that_the_tokenizer_cuts_up_is_refused():
     tokenizer = tokenizer_for("hermes", special=("<|endoftext|>",), template=MINIMAL)
     chat = ChatBuilder(tokenizer)
     with pytest.raises(ChatTemplateError, match="no part of that is a special token"):
-        chat.certify()
+        certify(chat)
     assert chat.stop_token_ids == [tokenizer.eos_token_id]
     assert chat.prompt([user("Hi")])
 
@@ -453,7 +346,7 @@ def test_an_end_of_turn_that_merges_with_a_word_behind_it_is_refused():
     word = AddedToken("<|im_end|>", single_word=True, special=True, normalized=False)
     tokenizer.backend_tokenizer.add_special_tokens([word])
     with pytest.raises(ChatTemplateError, match=r"'<\|im_end\|>' merges with the text behind it"):
-        ChatBuilder(tokenizer).certify()
+        certify(ChatBuilder(tokenizer))
 
 
 class LooksAtTheBeginning(PreTrainedTokenizerFast):
@@ -470,7 +363,7 @@ def test_a_tokenizer_that_looks_back_over_the_end_of_a_turn_is_refused():
         tokenizer_object=plain.backend_tokenizer, eos_token=plain.eos_token
     )
     with pytest.raises(ChatTemplateError, match="gets other tokens when it stands alone"):
-        ChatBuilder(tokenizer, chat_template=MINIMAL).certify()
+        certify(ChatBuilder(tokenizer, chat_template=MINIMAL))
 
 
 def test_templates_from_a_file_and_bad_ones(tmp_path):
@@ -513,7 +406,7 @@ def test_what_others_do_with_the_tokenizer_does_not_reach_the_builder():
 @pytest.fixture
 def command(monkeypatch, capsys):
     """Runs the command in this process; returns its exit status and all that it wrote."""
-    from minirl.chat import main
+    from minirl.chat.certify import main
 
     def run(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["minirl.chat", *arguments])

@@ -78,4 +78,12 @@ def test_refused(overrides: str, message: str) -> None:
     ids=str,
 )
 def test_what_fits_is_accepted(overrides: list[str]) -> None:
-    check_algorithms(load(*overrides))
+    assert refusal(load(*overrides)) is None
+
+
+def refusal(config: Config) -> str | None:
+    try:
+        check_algorithms(config)
+    except ConfigError as error:
+        return str(error)
+    return None

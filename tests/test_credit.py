@@ -24,6 +24,9 @@ def answer(reward, num_tokens=2, **breakdown):
 
 def batch_of(*groups) -> tuple[MicroBatch, list[Group]]:
     made = [Group(uid=str(i), row={}, trajectories=list(g)) for i, g in enumerate(groups)]
+    for group in made:
+        for index, trajectory in enumerate(group.trajectories):
+            trajectory.sample_index = index
     batch = credit.pack_groups(made, CONFIG)
     batch.old_logprobs = batch.rollout_logprobs.clone()
     return batch, made
@@ -88,7 +91,7 @@ def test_components_of_the_reward():
     assert list(credit.reward_components(groups, ["b", "reward"])) == ["b", "reward"]
     del groups[0].trajectories[1].reward_breakdown["a"]
     with pytest.raises(
-        ValueError, match="trajectory 0 of prompt '0-1' has no reward component 'a'"
+        ValueError, match="trajectory 1 of prompt '0-1' has no reward component 'a'"
     ):
         credit.reward_components(groups)
 

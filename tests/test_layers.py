@@ -10,8 +10,7 @@ LAYERS = [
     {"train", "evaluate", "export", "check_logprobs", "agreement", "view", "steps", "run", "launch"}
     | {"inputs", "checks", "credit", "curriculum", "records", "selftest"},
     {"rollout", "trainer", "testing"},
-    {"agent_loop", "tools", "rewards", "algorithms", "data", "chat", "chat_certify", "hints"}
-    | {"openai"},
+    {"agent_loop", "tools", "rewards", "algorithms", "data", "chat", "hints"} | {"openai"},
     {"types", "config", "registry", "metrics", "tracking", "distributed", "waits", "entries"}
     | {"tracing", "mlflow_writer", "jsonl"}
     | {"display", "plots", "validation"},

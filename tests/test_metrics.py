@@ -1,5 +1,6 @@
 import json
 import math
+from itertools import count
 
 import pytest
 import torch
@@ -88,7 +89,11 @@ def test_timer_adds_up_in_a_process_and_takes_the_slowest_rank(monkeypatch) -> N
     assert ranks[1].result() == {"timing_s/gen": 5.0}
 
 
+SAMPLE = count()
+
+
 def make_trajectory(uid: str, reward: float | None, lengths: list[int], **fields) -> Trajectory:
+    fields = {"sample_index": next(SAMPLE), **fields}
     trajectory = Trajectory(prompt_ids=[1, 2, 3], uid=uid, reward=reward, **fields)
     for n in lengths:
         trajectory.append_sampled(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from minirl.chat import ChatBuilder
+from minirl.chat import ChatBuilder, certify
 from minirl.testing import ScriptedServer, byte_tokenizer, tiny_model
 from minirl.tools.calculator import CalculatorTool
 from minirl.types import TokenOutput
@@ -23,8 +23,8 @@ def test_tokenizer_is_bytes_and_tags():
 
 def test_template_can_be_extended_turn_by_turn():
     chat = ChatBuilder(TOKENIZER)
-    chat.certify()
-    chat.certify([CalculatorTool({}).tool_schema])
+    certify(chat)
+    certify(chat, [CalculatorTool({}).tool_schema])
     assert chat.stop_token_ids[0] == END
 
 

@@ -3,7 +3,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from minirl.types import PER_SEQUENCE, MicroBatch, TokenOutput, Trajectory
+from minirl.types import PER_SEQUENCE, MicroBatch, TokenOutput, Trajectory, conversations
 
 
 def sampled(*tokens: int, version: int = 0) -> TokenOutput:
@@ -43,6 +43,14 @@ def test_trajectories_share_nothing() -> None:
     first.append_sampled(output)
     first.append_observation([3])
     assert second.response_ids == [] and output.token_ids == [2]
+
+
+def test_conversations_are_their_last_stretches() -> None:
+    made = [
+        Trajectory(prompt_ids=[number], uid=uid, sample_index=index)
+        for number, (uid, index) in enumerate([("a", 0), ("a", 0), ("a", 1), ("b", 0), ("b", 0)])
+    ]
+    assert [t.prompt_ids for t in conversations(made)] == [[1], [2], [4]]
 
 
 def make_batch(lengths: list[int], **optional: torch.Tensor) -> MicroBatch:

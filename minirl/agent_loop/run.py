@@ -41,7 +41,7 @@ async def run_agent_loop(
         if cancelled_from_outside():
             raise
         return failed_trajectories(loop.trajectories, error, row)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit() in user code ends its trajectory only
         if _is_server_error(error):
             raise
         timed_out = isinstance(error, TimeoutError) and deadline.expired()
@@ -55,7 +55,9 @@ async def run_agent_loop(
 def record_failure(trajectory: Trajectory, reason: Termination, error: BaseException) -> None:
     """End a trajectory because of an exception in user code, and keep its traceback."""
     trajectory.termination = reason
-    trajectory.error = "".join(traceback.format_exception(error))
+    text = "".join(traceback.format_exception(error))
+    # A lone surrogate (a file name, a byte that is no text) could not be sent, nor written.
+    trajectory.error = text.encode("utf-8", "backslashreplace").decode()
     trim(trajectory)
 
 
@@ -67,7 +69,20 @@ def _finished(result: Any) -> list[Trajectory]:
         raise ValueError(
             "run() returned a trajectory that has not ended; call self.finish(trajectory, reason)"
         )
+    if not all(map(_is_consistent, trajectories)):
+        raise ValueError(
+            "run() returned a trajectory whose tokens, mask, log-probabilities and turns do not "
+            "fit one another; only self.generate and self.append_observation may write to them, "
+            "and self.finish(trajectory, reason) ends it"
+        )
     return trajectories
+
+
+def _is_consistent(t: Trajectory) -> bool:
+    lengths = {len(t.response_ids), len(t.response_mask), len(t.response_logprobs)}
+    turns = {len(t.turn_ends), len(t.turn_rewards), len(t.weight_versions)}
+    end = t.turn_ends[-1] if t.turn_ends else 0
+    return lengths == {end} and len(turns) == 1
 
 
 def failed_trajectories(
@@ -84,7 +99,7 @@ def failed_trajectories(
     return trajectories
 
 
-def _is_server_error(error: Exception) -> bool:
+def _is_server_error(error: BaseException) -> bool:
     """Also inside the group that a TaskGroup of the user's makes of it."""
     if isinstance(error, ExceptionGroup):
         return error.subgroup(ServerError) is not None

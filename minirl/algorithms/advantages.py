@@ -4,7 +4,8 @@ Letters: m response_mask; r_i the sum of a trajectory's rewards; g its group (sa
 group's size, mu_g and sigma_g its mean and unbiased standard deviation; V the critic; `whiten`:
 subtract the mean over all sampled tokens, divide by their standard deviation. Outcome estimators
 give every sampled token its trajectory's advantage, and return it as `returns` too. A trajectory
-without a sampled token counts in no group.
+without a sampled token counts in no group. The stretches of one conversation (`sample_ids`) are one
+member of their group: r_i is their mean, and n, mu_g, sigma_g and B count them once.
 
 The first line of each docstring is the formula and the line `Paper:` its source;
 `python -m minirl.algorithms` prints both.
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minirl.algorithms.requirements import requirements, requires
-from minirl.algorithms.segments import Segments
+from minirl.algorithms.segments import Groups, Segments
 from minirl.registry import Registry, nearest
 from minirl.types import AdvantageInputs
 
@@ -129,7 +130,8 @@ def grpo_passk(inputs: AdvantageInputs, *, norm_adv_by_std_in_grpo: bool = True)
     best = groups.spread(groups.max(scores))
     is_best = scores == best
     second = groups.spread(groups.max(scores.masked_fill(is_best, -torch.inf)))
-    alone_on_top = is_best & (groups.spread(groups.sum(is_best.long())) == 1) & second.isfinite()
+    num_best = groups.spread(groups.sum(is_best * groups.shares).round())
+    alone_on_top = is_best & (num_best == 1) & second.isfinite()
     margin = torch.where(alone_on_top, best - second, 0.0)
     if norm_adv_by_std_in_grpo:
         margin = margin / (_group_std(scores, groups) + STD_EPSILON)
@@ -182,9 +184,10 @@ def gpg(inputs: AdvantageInputs, *, f_norm: float = 1.0) -> Advantages:
 
     Paper: Chu et al., GPG: group policy gradient, 2025.
     """
-    scores, trains = _scores(inputs), inputs.response_mask.sum(1) > 0
-    alpha = int(trains.sum()) / max(int(scores[trains].count_nonzero()), 1)
-    return _outcome(alpha * _centred(scores, groups_of(inputs)) / f_norm, inputs)
+    scores, groups = _scores(inputs), groups_of(inputs)
+    counts = groups.shares * (inputs.response_mask.sum(1) > 0)
+    alpha = counts.sum().round() / (counts * (scores != 0)).sum().round().clamp(min=1)
+    return _outcome(alpha * _centred(scores, groups) / f_norm, inputs)
 
 
 @ADV_ESTIMATORS.register("gdpo")
@@ -214,7 +217,7 @@ def gdpo(
         if key not in inputs.reward_components:
             hint = nearest(key, inputs.reward_components)
             raise ValueError(f"gdpo_reward_keys: no reward component {key!r}{hint}")
-        component = inputs.reward_components[key].to(total.dtype)
+        component = _per_sample(inputs.reward_components[key].to(total.dtype), inputs)
         total += weight * _group_relative(component, groups, norm_adv_by_std_in_grpo)
     advantages = whiten(_outcome(total, inputs)[0], inputs.response_mask)
     return advantages, advantages
@@ -255,18 +258,27 @@ def cpo(
 def group_difficulty(inputs: AdvantageInputs) -> Tensor:
     """1 - mean success of the trajectory's group [B], success being the reward cut to 0 .. 1."""
     groups, scores = groups_of(inputs), _scores(inputs)
-    return 1 - groups.spread(groups.mean(scores.clamp(0, 1), torch.ones_like(scores)))
+    return 1 - groups.spread(groups.member_mean(scores.clamp(0, 1)))
 
 
 # --- Helpers ---
 
 
-def groups_of(inputs: AdvantageInputs) -> Segments:
+def groups_of(inputs: AdvantageInputs) -> Groups:
     """Trajectories of one prompt; one without a sampled token (it failed) is by itself."""
-    rows = torch.arange(inputs.group_ids.numel(), device=inputs.group_ids.device)
-    own = inputs.group_ids.amax() + 1 + rows if rows.numel() else rows
     failed = inputs.response_mask.sum(1) == 0
-    return Segments.of_groups(torch.where(failed, own, inputs.group_ids))
+    groups = Segments.of_groups(_apart(inputs.group_ids, failed))
+    shares = torch.ones_like(inputs.token_rewards[:, :1].sum(1))
+    if inputs.sample_ids is not None:
+        samples = Segments.of_groups(_apart(inputs.sample_ids, failed))
+        shares = shares / samples.spread(samples.sum(shares))
+    return Groups(groups.ids, groups.num, shares)
+
+
+def _apart(ids: Tensor, alone: Tensor) -> Tensor:
+    """`ids` [B], those where `alone` replaced by one of their own each."""
+    rows = torch.arange(ids.numel(), device=ids.device)
+    return torch.where(alone, ids.amax() + 1 + rows, ids) if rows.numel() else ids
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
@@ -279,7 +291,17 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 def _scores(inputs: AdvantageInputs) -> Tensor:
     """r_i [B]."""
-    return inputs.token_rewards.sum(1)
+    return _per_sample(inputs.token_rewards.sum(1), inputs)
+
+
+def _per_sample(x: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """x [B], for stretches of one conversation their mean over those that train."""
+    if inputs.sample_ids is None:
+        return x
+    samples = Segments.of_groups(inputs.sample_ids)
+    trains = (inputs.response_mask.sum(1) > 0).to(x.dtype)
+    above = samples.spread(samples.mean(_above_lowest(x, samples), trains))
+    return above - samples.spread(samples.max(-x))  # equal ones stay exactly what they are
 
 
 def _outcome(per_trajectory: Tensor, inputs: AdvantageInputs) -> Advantages:
@@ -288,9 +310,9 @@ def _outcome(per_trajectory: Tensor, inputs: AdvantageInputs) -> Advantages:
     return advantages, advantages
 
 
-def group_size(groups: Segments, dtype: torch.dtype) -> Tensor:
+def group_size(groups: Groups, dtype: torch.dtype) -> Tensor:
     """n at each trajectory [B]."""
-    return groups.spread(groups.sum(torch.ones_like(groups.ids, dtype=dtype)))
+    return groups.spread(groups.size()).to(dtype)
 
 
 def _above_lowest(scores: Tensor, groups: Segments) -> Tensor:
@@ -298,19 +320,19 @@ def _above_lowest(scores: Tensor, groups: Segments) -> Tensor:
     return scores + groups.spread(groups.max(-scores))
 
 
-def _centred(scores: Tensor, groups: Segments) -> Tensor:
+def _centred(scores: Tensor, groups: Groups) -> Tensor:
     """r_i - mu_g."""
     scores = _above_lowest(scores, groups)
-    return scores - groups.spread(groups.mean(scores, torch.ones_like(scores)))
+    return scores - groups.spread(groups.member_mean(scores))
 
 
-def _group_std(scores: Tensor, groups: Segments) -> Tensor:
+def _group_std(scores: Tensor, groups: Groups) -> Tensor:
     """sigma_g at each trajectory; 0 in a group of one."""
-    squares = groups.spread(groups.sum(_centred(scores, groups).square()))
+    squares = groups.spread(groups.sum(_centred(scores, groups).square() * groups.shares))
     return (squares / (group_size(groups, scores.dtype) - 1).clamp(min=1)).sqrt()
 
 
-def _group_relative(scores: Tensor, groups: Segments, by_std: bool) -> Tensor:
+def _group_relative(scores: Tensor, groups: Groups, by_std: bool) -> Tensor:
     centred = _centred(scores, groups)
     return centred / (_group_std(scores, groups) + STD_EPSILON) if by_std else centred
 

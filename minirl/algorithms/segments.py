@@ -62,3 +62,21 @@ class Segments:
     def spread(self, per_segment: Tensor) -> Tensor:
         """Give each element its segment's value: [num, *rest] to [*ids.shape, *rest]."""
         return per_segment[self.ids]
+
+
+@dataclass(frozen=True, slots=True)
+class Groups(Segments):
+    """Groups of rows [B] in which several rows may be one member, and count as one.
+
+    group of two, the first in two parts    ids = [0, 0, 0]    shares = [1/2, 1/2, 1]
+    """
+
+    shares: Tensor  # [B], 1 / number of rows of the member
+
+    def size(self) -> Tensor:
+        """Members per group [num]."""
+        return self.sum(self.shares).round()
+
+    def member_mean(self, x: Tensor) -> Tensor:
+        """Mean over the members [num] of x [B]."""
+        return self.sum(x * self.shares) / self.size()

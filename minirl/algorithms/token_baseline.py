@@ -16,7 +16,7 @@ from minirl.algorithms.advantages import (
     spread_sampled,
 )
 from minirl.algorithms.requirements import requires
-from minirl.algorithms.segments import Segments
+from minirl.algorithms.segments import Groups
 from minirl.types import AdvantageInputs
 
 
@@ -56,6 +56,7 @@ def tir_optimal_token_baseline(
         token_rewards=(inputs.token_rewards * inputs.response_mask).gather(1, order),
         response_mask=inputs.response_mask.gather(1, order),
         group_ids=inputs.group_ids,
+        sample_ids=inputs.sample_ids,
         logprob_stats=inputs.logprob_stats.gather(1, order),
     )
     advantages, returns = optimal_token_baseline(packed, handle_zero_tail=handle_zero_tail)
@@ -64,10 +65,10 @@ def tir_optimal_token_baseline(
 
 
 def _token_baseline(
-    rewards_to_go: Tensor, energy: Tensor, mask: Tensor, groups: Segments, zero_tail: bool
+    rewards_to_go: Tensor, energy: Tensor, mask: Tensor, groups: Groups, zero_tail: bool
 ) -> Tensor:
     """sum(G W) / sum(W) per group and position, [B, T]."""
-    weight = energy * mask
+    weight = energy * mask * groups.shares[:, None]
     baseline = groups.spread(groups.sum(rewards_to_go * weight) / (groups.sum(weight) + 1e-8))
     alone = (group_size(groups, mask.dtype) == 1)[:, None]
     baseline = torch.where(alone, rewards_to_go, baseline)
@@ -77,7 +78,7 @@ def _token_baseline(
         longest = groups.spread(groups.max(ends))
         is_longest = ends == longest
         second = groups.spread(groups.max(ends.masked_fill(is_longest, -torch.inf)))
-        tied = groups.spread(groups.sum(is_longest.long())) > 1
+        tied = groups.spread(groups.sum(is_longest * groups.shares).round()) > 1
         second = torch.where(tied, longest, second)
         baseline = torch.where(~alone & (positions > second[:, None]), 0.0, baseline)
     return baseline

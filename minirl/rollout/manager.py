@@ -14,7 +14,7 @@ from minirl.config import Config, RolloutConfig, SamplingConfig
 from minirl.rewards import reward_number
 from minirl.rollout.server import ServerClient, engine_answers
 from minirl.rollout.worker import SampleRequest, Workers, WorkerStats, loop_lag
-from minirl.types import GREEDY, Group, Trajectory
+from minirl.types import GREEDY, Group, Trajectory, conversations
 
 
 class TooManyFailuresError(RuntimeError):
@@ -91,6 +91,7 @@ class AgentLoopManager:
 
     def _check_failures(self, trajectories: list[Trajectory]) -> None:
         rollout = self._config.rollout
+        trajectories = conversations(trajectories)
         errors = [str(t.error) for t in trajectories if t.termination == "error"]
         limit = 0.0 if rollout.on_failure == "raise" else rollout.max_failure_fraction
         if len(errors) > limit * len(trajectories):

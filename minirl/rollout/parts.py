@@ -15,7 +15,7 @@ from minirl.agent_loop import (
     load_interactions,
 )
 from minirl.agent_loop.base import AgentLoopFactory
-from minirl.chat import ChatBuilder, ChatTemplateError
+from minirl.chat import ChatBuilder, ChatTemplateError, certify
 from minirl.config import AgentConfig, Config, ConfigError, ModelConfig, require
 from minirl.openai.endpoint import PolicyEndpoint
 from minirl.rewards import RewardManager, load_reward_manager
@@ -128,7 +128,7 @@ def _certified_chat(config: Config, tokenizer: Any, tools: dict[str, BaseTool]) 
     try:
         chat = ChatBuilder(tokenizer, chat_template=config.model.chat_template)
         if found := schemas(tools):
-            chat.certify(found)
+            certify(chat, found)
     except ChatTemplateError as error:
         key = "model.chat_template" if config.model.chat_template else "model.path"
         raise ConfigError(f"{key}: the chat template cannot be used: {error}") from error

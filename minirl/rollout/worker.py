@@ -107,7 +107,7 @@ class AgentLoopWorker:
         params = {**request.sampling_params, "seed": seed}
         try:
             loop = make_agent_loop(name, self._context)
-        except Exception as error:  # of user code
+        except (Exception, SystemExit) as error:  # of user code
             trajectories = failed_trajectories([], error, row)
         else:
             trajectories = await run_agent_loop(loop, params, row)
@@ -123,13 +123,14 @@ class AgentLoopWorker:
         """The last trajectory carries the outcome; earlier stretches of the history share it."""
         last = trajectories[-1]
         started = time.perf_counter()
-        if last.num_turns and last.reward is None:
+        if last.reward is None and any(t.num_turns for t in trajectories):
             solution = await asyncio.to_thread(self._context.chat.decode, last.response_ids)
             try:
                 with WAITS.on("reward"):
                     await self._reward_manager(last, row, solution)
-            except Exception as error:  # the reward is user code: its failure is the trajectory's
-                record_failure(last, "error", error)
+            except (Exception, SystemExit) as error:  # user code: its failure is the trajectory's
+                for trajectory in trajectories:
+                    record_failure(trajectory, "error", error)
             last.rewards.append(
                 RewardRecord(
                     name="outcome", value=last.reward, start=started, end=time.perf_counter()
@@ -137,7 +138,8 @@ class AgentLoopWorker:
             )
         last.metrics["reward_s"] = time.perf_counter() - started
         for earlier in trajectories[:-1]:
-            earlier.reward = last.reward
+            earlier.reward, earlier.answer = last.reward, last.answer
+            earlier.reward_breakdown = last.reward_breakdown | earlier.reward_breakdown
 
 
 class LocalWorker:

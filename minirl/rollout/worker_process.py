@@ -67,7 +67,8 @@ class News(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep it; any thread."""
-        self._records.append((record.levelno, record.getMessage()))
+        words = record.getMessage().encode("utf-8", "backslashreplace").decode()
+        self._records.append((record.levelno, words))
 
     def take(self) -> list[tuple[int, str]]:
         """What has come since the last call: level and words."""

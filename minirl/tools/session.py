@@ -1,6 +1,7 @@
 """The tools of one trajectory, from their first call to their release."""
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -181,7 +182,7 @@ class ToolSession:
             if cancelled_from_outside():
                 raise
             return _failure(tool, error)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # sys.exit() of a tool ends its call only
             if deadline.expired() and isinstance(error, TimeoutError):
                 text = f"Error: the tool {tool.name!r} did not answer within {timeout_s:g} s."
                 return _Answer(status="timeout", text=text)
@@ -207,10 +208,12 @@ class ToolSession:
                         await watch_blocking(work, self.tools[name])
             except (
                 Exception,
+                SystemExit,
                 asyncio.CancelledError,
             ) as error:  # the others are released all the same
-                logger.exception("tool %r could not be released", name)
-                failure = RuntimeError(f"tool {name!r} could not be released: {error!r}")
+                if _first_time(self.tools[name], "not released"):
+                    logger.exception("tool %r could not be released", name)
+                failure = RuntimeError(f"tool {name!r} could not be released: {_words(error)}")
                 failure.__cause__ = error
                 failures.append(failure)
         return failures
@@ -261,8 +264,14 @@ def _ok(answer: Any) -> _Answer:
 def _failure(tool: BaseTool, error: BaseException) -> _Answer:
     if _first_time(tool, "failed"):
         logger.warning("tool %r raised; the model was told so", tool.name, exc_info=error)
-    text = f"Error: the tool {tool.name!r} failed: {type(error).__name__}: {error}"
-    return _Answer(status="error", text=text)
+    return _Answer(status="error", text=f"Error: the tool {tool.name!r} failed: {_words(error)}")
+
+
+def _words(error: BaseException) -> str:
+    """`KeyError: 'x'`; the type alone where the exception cannot say what it is."""
+    with contextlib.suppress(Exception):
+        return f"{type(error).__name__}: {error}"
+    return type(error).__name__
 
 
 def _record(trajectory: Trajectory, call: ToolCall, answer: _Answer) -> None:

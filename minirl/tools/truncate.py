@@ -11,6 +11,10 @@ MARKERS: dict[Side, str] = {
 }
 
 
+CHARACTERS_PER_TOKEN = 16
+"""More than most texts have; where it is too little, more is looked at."""
+
+
 def split_kept(token_ids: list[int], keep: int, side: Side) -> tuple[list[int], list[int]]:
     """What stays before and after the cut when `side` is cut away and `keep` tokens stay."""
     tail = {"left": keep, "middle": keep // 2, "right": 0}[side]
@@ -19,7 +23,7 @@ def split_kept(token_ids: list[int], keep: int, side: Side) -> tuple[list[int], 
 
 def truncate_text(tokenizer: Any, text: str, limit: int, side: Side) -> str:
     """`text` in at most `limit` tokens; a marker stands where `side` was cut away."""
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    token_ids = _encode_ends(tokenizer, text, limit)
     if len(token_ids) <= limit:
         return text
     keep = limit
@@ -33,3 +37,18 @@ def truncate_text(tokenizer: Any, text: str, limit: int, side: Side) -> str:
         keep -= excess
     head, tail = (tokenizer.decode(part) for part in split_kept(token_ids, limit, side))
     return head.rstrip("\ufffd") + tail.lstrip("\ufffd")  # too short for a marker
+
+
+def _encode_ends(tokenizer: Any, text: str, limit: int) -> list[int]:
+    """Tokens of `text`; of one far longer than `limit`, the beginning and the end will do.
+
+    Each has `limit` tokens or more. A second per megabyte would go into those between.
+    """
+    window = CHARACTERS_PER_TOKEN * limit
+    while 2 * window < len(text):
+        ends = text[:window], text[-window:]
+        head, tail = (tokenizer.encode(end, add_special_tokens=False) for end in ends)
+        if min(len(head), len(tail)) >= limit:
+            return head + tail
+        window *= 4
+    return tokenizer.encode(text, add_special_tokens=False)

@@ -20,11 +20,13 @@ def pack(
     group_ids: list[int],
     trains: list[bool] | None = None,
     prompts: list[list[int]] | None = None,
+    sample_ids: list[int] | None = None,
 ) -> MicroBatch:
     """Lay trajectories end to end; `token_rewards[i]` has one reward per response token.
 
     A trajectory with `trains[i]` false keeps its place, with response_mask 0 everywhere: it does
     not enter the loss. `prompts[i]`, where given, are used in place of its own prompt's tokens.
+    Trajectories with the same `sample_ids[i]` are stretches of one conversation.
     """
     trains = trains or [True] * len(trajectories)
     prompts = prompts or [t.prompt_ids for t in trajectories]
@@ -56,6 +58,7 @@ def pack(
         lengths=lengths,
         prompt_lengths=prompt_lengths,
         group_ids=torch.tensor(group_ids, dtype=torch.int64),
+        sample_ids=None if sample_ids is None else torch.tensor(sample_ids, dtype=torch.int64),
     )
 
 

@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 from scripted import QUESTION, TOKENIZER, check_invariants
 
@@ -43,6 +45,32 @@ class Broken(AgentLoopBase):
         raise KeyError("user code")
 
 
+class Late(AgentLoopBase):
+    """A time-out of its own is not rollout.trajectory_timeout_s."""
+
+    async def run(self, sampling_params, **row):
+        raise TimeoutError("upstream")
+
+
+class Exiting(AgentLoopBase):
+    async def run(self, sampling_params, **row):
+        sys.exit("no \udcff licence")
+
+
+class ByHand(AgentLoopBase):
+    """Writes to the tokens, and ends with an observation, past the methods that keep them right."""
+
+    async def run(self, sampling_params, **row):
+        trajectory = await self.start(row["raw_prompt"])
+        await self.generate(trajectory, sampling_params)
+        if row["uid"] == "tokens":
+            trajectory.response_ids.append(7)
+        else:
+            await self.append_observation(trajectory, [{"role": "user", "content": "Go on."}])
+        trajectory.termination = "stop"
+        return trajectory
+
+
 class Nothing(AgentLoopBase):
     async def run(self, sampling_params, **row):
         return None
@@ -68,6 +96,8 @@ async def test_a_loop_may_return_several_trajectories():
         (Unfinished, "call self.finish(trajectory, reason)", 0),
         (Broken, "KeyError: 'user code'", 1),
         (Nothing, "run() returned None", 0),
+        (Late, "TimeoutError: upstream", 0),
+        (Exiting, r"SystemExit: no \udcff licence", 0),  # escaped: it could not be written
         (AgentLoopBase, "NotImplementedError", 0),
     ],
 )
@@ -79,6 +109,15 @@ async def test_exceptions_of_user_code_become_data(loop_class, error, num_turns)
     assert error in trajectory.error and "Traceback" in trajectory.error
     assert trajectory.num_turns == num_turns
     check_invariants(trajectory, server)
+
+
+@pytest.mark.parametrize("uid", ["tokens", "observation"])
+async def test_what_does_not_fit_together_is_a_failure(uid):
+    server = ScriptedServer(TOKENIZER, ["a"])
+    row = {"raw_prompt": QUESTION, "uid": uid}
+    [trajectory] = await run_agent_loop(ByHand(make_context(server)), {}, row)
+    assert trajectory.termination == "error"
+    assert "do not fit one another" in trajectory.error
 
 
 async def test_a_trajectory_ends_once():

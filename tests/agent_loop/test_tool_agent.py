@@ -1,6 +1,7 @@
 """The tool loop over a scripted engine: tokens, order, limits, and every way to end."""
 
 import asyncio
+import sys
 from typing import ClassVar
 
 import pytest
@@ -93,6 +94,12 @@ async def test_results_are_in_the_order_of_the_calls_and_surplus_calls_are_told(
         ("max_assistant_turns", [ADD] * 3, ["rollout.multi_turn.max_assistant_turns=2"], 2),
         ("max_user_turns", [ADD] * 4, ["rollout.multi_turn.max_user_turns=2"], 3),
         ("max_tool_calls", [ADD] * 4, ["rollout.multi_turn.max_tool_calls=2"], 3),
+        (  # calls that were not run do not count
+            "max_tool_calls",
+            [ADD * 2, ADD, ADD],
+            ["rollout.multi_turn={max_tool_calls: 2, max_parallel_calls: 1}"],
+            3,
+        ),
         ("observation_too_long", [ADD] * 2, ["rollout.response_length=90"], 1),
         ("prompt_too_long", [], ["data.max_prompt_length=100"], 0),
         ("prompt_too_long", [], ["rollout.max_model_len=100"], 0),
@@ -115,7 +122,7 @@ async def test_timeout_keeps_what_was_sampled_and_ends_with_a_turn():
         await asyncio.sleep(3600 if turn else 0)
         return ADD
 
-    trajectory, server = await run_script(reply, TOOLS, ["rollout.trajectory_timeout_s=0.05"])
+    trajectory, server = await run_script(reply, TOOLS, ["rollout.trajectory_timeout_s=2"])
     assert (trajectory.termination, trajectory.num_turns) == ("timeout", 1)
     assert "TimeoutError" in trajectory.error
     check_invariants(trajectory, server)
@@ -160,7 +167,9 @@ async def test_a_turn_that_was_cut_calls_nothing():
         (call("calculator", expression="1/0"), "error", "Error: division by zero"),
         (call("broken"), "error", "the tool 'broken' failed: KeyError: 'x'"),
         (call("cancels"), "error", "the tool 'cancels' failed: CancelledError"),
-        (call("hangs"), "timeout", "the tool 'hangs' did not answer within 0.05 s"),
+        (call("exits"), "error", "the tool 'exits' failed: SystemExit: 3"),
+        (call("unprintable"), "error", "the tool 'unprintable' failed: Unprintable"),
+        (call("hangs"), "timeout", "the tool 'hangs' did not answer within 1 s"),
         (call("own_timeout"), "error", "the tool 'own_timeout' failed: TimeoutError"),
         (call("surrogate"), "ok", "a?b"),
     ],
@@ -177,6 +186,20 @@ async def test_the_model_is_told_and_the_conversation_goes_on(text, status, told
         raise asyncio.CancelledError
 
     @function_tool
+    async def exits() -> str:
+        """End the program, as argparse does."""
+        sys.exit(3)
+
+    class Unprintable(Exception):
+        def __str__(self):
+            raise LookupError
+
+    @function_tool
+    def unprintable() -> str:
+        """Raise what has no words."""
+        raise Unprintable
+
+    @function_tool
     async def hangs() -> str:
         """Never answer."""
         await asyncio.Event().wait()
@@ -191,8 +214,8 @@ async def test_the_model_is_told_and_the_conversation_goes_on(text, status, told
         """Return what is not Unicode."""
         return "a\ud800b"
 
-    tools = [*TOOLS, broken, cancels, hangs, own_timeout, surrogate]
-    overrides = ["rollout.multi_turn.tool_timeout_s=0.05"]
+    tools = [*TOOLS, broken, cancels, exits, unprintable, hangs, own_timeout, surrogate]
+    overrides = [f"rollout.multi_turn.tool_timeout_s={1 if status == 'timeout' else 60}"]
     trajectory, server = await run_script([text + ADD, "#### 4"], tools, overrides)
     assert [r.status for r in trajectory.tool_calls] == [status, "ok"]
     assert told in trajectory.tool_calls[0].result

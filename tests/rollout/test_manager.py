@@ -379,9 +379,10 @@ async def test_too_many_failures_end_the_run_with_the_most_frequent_cause(
 async def test_a_timeout_is_no_zero_either(open_rollout: Opener) -> None:
     rows = prompts(2)
     delay = lambda request_id, turn: 0.0 if len(rollout.requests) == 1 else 3600.0
-    async with open_rollout(right, "rollout.trajectory_timeout_s=0.3", delay_s=delay) as rollout:
+    settings = "rollout.trajectory_timeout_s=2", "rollout.max_failure_fraction=0.1"
+    async with open_rollout(right, *settings, delay_s=delay) as rollout:
         trajectories = await rollout.manager.generate_sequences(rows, step=1)
-    assert [t.termination for t in trajectories] == ["stop", "timeout"]
+    assert [t.termination for t in trajectories] == ["stop", "timeout"]  # and that is no failure
     assert sizes(rows, trajectories, drop_failed_groups=False) == {"0-0": [0]}
     assert sizes(rows, trajectories, drop_failed_groups=True) == {"0-0": [0]}
 
@@ -410,6 +411,57 @@ async def test_stretches_of_one_conversation_share_its_reward(open_rollout: Open
     assert sizes(rows, trajectories, drop_failed_groups=False) == {
         "0-0": [0, 0, 1, 1], "0-1": [0, 0, 1, 1],
     }  # fmt: skip
+
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if ground_truth == "0":
+        raise LookupError("planted")
+    return {"score": len(solution_str), "acc": 1.0, "pred": "x"}
+"""
+
+
+async def test_a_reward_and_its_failure_are_those_of_every_stretch(
+    open_rollout: Opener, tmp_path: Path
+) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+    rows = prompts(2, agent_name="rewrites_history") + prompts(3)[2:]
+    settings = [
+        f"reward.custom_reward_function.path={tmp_path}/reward.py",
+        "rollout.max_failure_fraction=0.34",  # one of three conversations, two of five stretches
+    ]
+    async with open_rollout(right, *settings) as rollout:
+        trajectories = await rollout.manager.generate_sequences(rows, step=1)
+    assert [t.termination for t in trajectories] == ["error", "error", "stop", "stop", "stop"]
+    assert all("LookupError: planted" in (t.error or "") for t in trajectories[:2])
+    score = len("#### 1")
+    assert [(t.reward, t.answer, t.reward_breakdown) for t in trajectories[2:4]] == [
+        (score, "x", {"acc": 1.0})
+    ] * 2
+    groups = groups_for_training(rows, trajectories, drop_failed_groups=False)
+    assert [group.uid for group in groups] == ["0-1", "0-2"]
+
+
+@register("overflows")
+class Overflows(AgentLoopBase):
+    """Its second stretch has no room for an answer."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Trajectory]:
+        first = await self.start(row["raw_prompt"])
+        await self.generate(first, sampling_params)
+        self.finish(first, "stop")
+        await self.start([{"role": "user", "content": "x" * 5000}])
+        return self.trajectories
+
+
+async def test_a_conversation_that_ends_without_an_answer_is_scored_all_the_same(
+    open_rollout: Opener,
+) -> None:
+    async with open_rollout(right) as rollout:
+        rows = prompts(1, agent_name="overflows")
+        trajectories = await rollout.manager.generate_sequences(rows, step=1)
+    assert [t.termination for t in trajectories] == ["stop", "prompt_too_long"]
+    assert [t.reward for t in trajectories] == [0.0, 0.0]  # of an empty answer
 
 
 async def test_a_dead_engine_ends_the_rollout(open_rollout: Opener) -> None:
@@ -525,7 +577,7 @@ async def test_async_waits_for_nobody(open_rollout: Opener) -> None:
 async def test_a_failing_or_hanging_conversation_holds_nobody_up(
     open_rollout: Opener, mode: str
 ) -> None:
-    settings = f"rollout.mode={mode}", "rollout.trajectory_timeout_s=0.3"
+    settings = f"rollout.mode={mode}", "rollout.trajectory_timeout_s=2"
     async with open_rollout(right, *settings) as rollout:
         rows = prompts(4)
         rows[1]["agent_name"], rows[2]["agent_name"] = "hangs_between_turns", "raises_at_once"

@@ -71,6 +71,19 @@ async def test_one_instance_per_trajectory_with_the_arguments_of_its_row():
     assert trajectory.metrics["tool/recorder/pages"] == 6
 
 
+async def test_a_reward_that_hangs_is_given_up_and_its_tool_released():
+    class Endless(Recorder):
+        async def calc_reward(self, instance_id, **kwargs):
+            await asyncio.Event().wait()
+
+    tool, limits = Endless(), MultiTurnConfig(tool_timeout_s=0.05)
+    with pytest.raises(TimeoutError):
+        async with ToolSession({"recorder": tool}, limits, TOKENIZER) as tools:
+            tools._instances["recorder"] = "i"
+            await tools.calc_rewards(one_turn())
+    assert tool.log == [("release", "i", {})]
+
+
 async def test_a_tool_that_is_not_called_is_not_created():
     tool = Recorder()
     async with ToolSession({"recorder": tool}, MultiTurnConfig(), TOKENIZER) as tools:

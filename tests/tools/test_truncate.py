@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minirl.testing import byte_tokenizer
+from minirl.tools import truncate
 from minirl.tools.truncate import MARKERS, split_kept, truncate_text
 
 TOKENIZER = byte_tokenizer()
@@ -21,6 +22,25 @@ def test_the_side_that_is_named_is_cut_away(side, expected):
     assert truncate_text(
         TOKENIZER, "abcdefghijklmnopqrstuvwxyz", 18 + (side == "middle"), side
     ) == (expected)
+
+
+@pytest.mark.parametrize("side", ["left", "middle", "right"])
+def test_of_a_flood_only_the_ends_are_tokenized(side, monkeypatch):
+    """And they are cut as if all of it had been."""
+    text = "".join(f"{i}é," for i in range(4000))
+    tokenized = []
+    encode = TOKENIZER.encode
+    monkeypatch.setattr(TOKENIZER, "encode", lambda t, **kw: tokenized.append(t) or encode(t, **kw))
+    cut = truncate_text(TOKENIZER, text, 60, side)
+    assert sum(map(len, tokenized)) < len(text) / 4
+    monkeypatch.setattr(truncate, "CHARACTERS_PER_TOKEN", len(text))
+    assert truncate_text(TOKENIZER, text, 60, side) == cut
+
+
+def test_tokens_of_many_characters_are_looked_for_further(monkeypatch):
+    monkeypatch.setattr(truncate, "CHARACTERS_PER_TOKEN", 1)
+    text = "<tool_response>" * 400
+    assert truncate_text(TOKENIZER, text, 21, "right") == "<tool_response>" * 7 + MARKERS["right"]
 
 
 def test_split_kept():

@@ -63,6 +63,14 @@ def test_what_it_cannot_do_is_refused():
 
 
 def test_a_window_longer_than_every_sequence_is_fine():
-    for window, longest in ((4096, 4096), (None, 9999)):
-        assert check_attention(MistralConfig(sliding_window=window), longest) is None
-    assert check_attention(Qwen3Config(), 9999) is None
+    assert refusal(MistralConfig(sliding_window=4096), 4097) is not None
+    assert refusal(MistralConfig(sliding_window=4096), 4096) is None
+    assert refusal(MistralConfig(sliding_window=None), 9999) is None
+    assert refusal(Qwen3Config(), 9999) is None
+
+
+def refusal(config, max_length):
+    try:
+        check_attention(config, max_length)
+    except ConfigError as error:
+        return str(error)

@@ -5,7 +5,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from minirl.chat import (
+from minirl.chat.builder import (
     MARK,
     ChatBuilder,
     ChatTemplateError,
@@ -27,8 +27,13 @@ PROBE_TOOL = {
 }
 
 
-def certify(chat: ChatBuilder, tools: Tools) -> None:
-    """See ChatBuilder.certify."""
+def certify(chat: ChatBuilder, tools: Tools = None) -> None:
+    """Raise ChatTemplateError with the reason if conversations cannot be extended turn by turn.
+
+    Rehearses conversations of several turns and compares what `observation` appends with the
+    whole rendered anew, as text and as tokens. A template without a tool role passes when
+    `tools` is None.
+    """
     rehearsals = {"user messages": [[user_message(text)] for text in (" And\n", "then?", "why")]}
     if tools is not None or chat.knows_tool_role():
         many = 1 if chat.is_single_call(tools) else 3
@@ -175,7 +180,7 @@ def report(chat: ChatBuilder) -> tuple[str, bool]:
 
 def _verdict(chat: ChatBuilder, tools: Tools) -> str | None:
     try:
-        chat.certify(tools)
+        certify(chat, tools)
     except ChatTemplateError as error:
         return str(error)
     return None

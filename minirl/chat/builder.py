@@ -7,8 +7,8 @@
 
 An observation is rendered behind a dummy conversation of one user message and one assistant turn;
 what the template writes behind the token that ends that turn is the text to append. This is right
-for templates that only ever append. `certify` proves that for a template before a run, and
-`python -m minirl.chat MODEL` does so by hand.
+for templates that only ever append. `certify` (in certify.py) proves that for a template before a
+run, and `python -m minirl.chat MODEL` does so by hand.
 
 Text in an observation that reads like a control token (a web page with `<|im_end|>` in it) stays
 text: it becomes ordinary tokens that decode to the same characters, so neither a tool nor a
@@ -104,17 +104,6 @@ class ChatBuilder:
         return self.tokenizer.decode(
             kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-
-    def certify(self, tools: Tools = None) -> None:
-        """Raise ChatTemplateError with the reason if conversations cannot be extended turn by turn.
-
-        Rehearses conversations of several turns and compares what `observation` appends with the
-        whole rendered anew, as text and as tokens. A template without a tool role passes when
-        `tools` is None.
-        """
-        from minirl.chat_certify import certify
-
-        certify(self, tools)
 
     def render(self, messages: Messages, tools: Tools = None, *, generation: bool = True) -> str:
         """The template's text for a conversation, with or without the generation prompt.
@@ -303,14 +292,3 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(TypeError, json.JSONDecodeError):
             function["arguments"] = json.loads(function.get("arguments"))
     return {**message, "tool_calls": calls}
-
-
-def main() -> int:
-    """`python -m minirl.chat MODEL`: certify a tokenizer folder and show what a turn looks like."""
-    from minirl.chat_certify import main as command
-
-    return command()
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
