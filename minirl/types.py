@@ -92,6 +92,9 @@ class Trajectory:
     """What it says in the end (`"72"`), where the reward function extracts it: majority votes."""
     tool_calls: list[ToolCallRecord] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The same conversation as messages, a turn of the policy as its text; the agent loop's methods
+    write them. What a reward model with a chat template of its own is given."""
     error: str | None = None
     """Traceback of the exception that ended it."""
     uid: str = ""

@@ -227,7 +227,8 @@ class VLLMServer(AsyncServerBase):
 
     async def sleep(self, level: int = 1) -> None:
         """See AsyncServerBase; vLLM's CPU build has nothing to free."""
-        if self.device_ids is not None and self.config.rollout.free_cache_engine:
+        can_sleep = self.device_ids is not None and self.config.rollout.free_cache_engine
+        if can_sleep and not self._asleep:
             await self._engine.sleep(level)
             self._asleep = True
 

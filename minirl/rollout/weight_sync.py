@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
-import torch
 from torch import Tensor
 
 from minirl.config import Config
@@ -54,7 +53,7 @@ class WeightSync:
         """Send the buckets of `weights` and make them count as `version`."""
         server = self._server
         buffer = self._buffer or await self._open(weights.num_bytes)
-        await self._on_trainer(self._make_room)
+        await self._on_trainer(self._world.release_memory)
         if server:
             await server.wake_up(["weights"])
             await server.start_weight_update()
@@ -98,12 +97,6 @@ class WeightSync:
                 f"rollout.sync_check.max_logprob_diff={check.max_logprob_diff:g}"
             )
         return difference
-
-    def _make_room(self) -> None:
-        """Hand the trainer's cached memory to the engines; every rank, before any engine wakes."""
-        if self._world.device.type == "cuda":
-            torch.cuda.empty_cache()
-            self._world.barrier()
 
     async def close(self) -> None:
         """Give the buffer back."""
