@@ -117,6 +117,7 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
             inputs=inputs,
             manager=manager,
         )
+        await on_trainer(world.barrier)  # no engine closes while rank 0 may ask it
 
 
 def _total_steps(config: Config, world: Dist, inputs: Inputs | None) -> int:

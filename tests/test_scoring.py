@@ -1,6 +1,10 @@
 """Runs with a reward model: its scores are in every place where rewards are read."""
 
+import asyncio
 import json
+import os
+import socket
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -144,6 +148,46 @@ async def test_the_filter_compares_what_the_model_says(project: Path) -> None:
         assert len({t.reward_breakdown["rule_score"] for t in group.trajectories}) == 2
         assert len({t.reward for t in group.trajectories}) == 2
         assert all(t.reward == t.reward_breakdown["rm_score"] for t in group.trajectories)
+
+
+def train_as(rank: int, port: int, config: Config) -> None:
+    """A rank of two, in a process of its own; as torchrun starts it."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+    async def main() -> None:
+        async with scripted_run(config) as run:
+            await train(run)
+
+    asyncio.run(main())
+
+
+def test_two_ranks_score_together_to_the_end(project: Path, forkserver: ForkServerContext) -> None:
+    """Rank 0 alone knows how often it samples; the other scores as often, and keeps its engine up
+    until the last answer of the validation is there."""
+    config = with_model(
+        project, "two", "rollout.name=transformers", "rollout.response_length=6",
+        f"data.train_files=[{project}/unknown.jsonl]", f"data.val_files=[{project}/unknown.jsonl]",
+        "reward.reward_model={combine: only, max_length: 20}", "trainer.test_freq=1",
+        "trainer.total_training_steps=1", "algorithm.filter_groups.max_num_gen_batches=3",
+    )  # fmt: skip
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        forkserver.Process(target=train_as, args=(rank, port, config), daemon=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(300)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    before, after = read_metrics(config.trainer.run_dir)
+    assert {"val-core/nobody knows/reward/mean@1"} <= before.keys() & after.keys()
+    assert after["reward_model/truncated"] == 1 and after["actor/grad_norm"] > 0
 
 
 def problem(project: Path, *overrides: str) -> str:
