@@ -17,6 +17,7 @@ from minirl.rewards.model import RewardModelInput, load_input
 from minirl.rollout.modes import MODES
 from minirl.rollout.parts import AgentParts, check_agent_loop, load_parts, named, schemas
 from minirl.rollout.server import SERVERS
+from minirl.rollout.sglang_server import check_sglang
 from minirl.rollout.transformers_server import check_transformers
 from minirl.rollout.vllm_server import check_vllm
 from minirl.rollout.wire import to_wire
@@ -72,6 +73,8 @@ def _check_names(config: Config) -> None:
     named("rollout.name", SERVERS.find, config.rollout.name)
     if config.rollout.name == "vllm":
         check_vllm()
+    if config.rollout.name == "sglang":
+        check_sglang(config)
     if config.rollout.name == "transformers":
         check_transformers(config.rollout)
     named("rollout.mode", MODES.find, config.rollout.mode)

@@ -70,9 +70,9 @@ class RewardModelConfig:
     weight: float = 1.0
     """Of the score."""
     input: Literal["auto", "tokens", "messages"] = "auto"
-    """What it reads. tokens: the policy's exact tokens. messages: the conversation by the chat
-    template of its own tokenizer, without tool schemas. auto: tokens where tokenizer and template
-    are the policy's, else messages."""
+    """What it reads. tokens: the policy's exact tokens. messages: the conversation by the template
+    of its own tokenizer, without tool schemas. auto: tokens where tokenizer and template are the
+    policy's, else messages."""
     max_length: int | None = None
     """Tokens that it reads of a conversation; null = all."""
     truncation: Literal["left", "right", "middle"] = "left"
