@@ -183,7 +183,7 @@ def test_two_ranks_score_together_to_the_end(project: Path, forkserver: ForkServ
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(300)
+        process.join(900)
     assert [process.exitcode for process in ranks] == [0, 0]
     before, after = read_metrics(config.trainer.run_dir)
     assert {"val-core/nobody knows/reward/mean@1"} <= before.keys() & after.keys()
