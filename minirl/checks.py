@@ -25,6 +25,7 @@ def check_algorithms(config: Config) -> None:
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
     _check_sampling(config.rollout)
+    _check_reward_model(config)
     _check_group_size(config, needed)
     _check_critic(config, "values" in needed.needs)
     _check_hints(config, "hinted_logprobs" in needed.needs)
@@ -46,6 +47,16 @@ def _check_sampling(rollout: RolloutConfig) -> None:
             f"the engine would not sample from the policy that is trained; write {off}, or "
             "rollout.allow_truncated_sampling=true to train all the same",
         )
+
+
+def _check_reward_model(config: Config) -> None:
+    require(
+        config.reward.reward_model is None or config.algorithm.cpo is None,
+        "reward.reward_model",
+        "a section",
+        "algorithm.cpo calls a prompt hard by the share of answers that succeed, and a model's "
+        "score is no success; write null, or train with another algorithm.adv_estimator",
+    )
 
 
 def _check_group_size(config: Config, needed: Requirements) -> None:

@@ -88,6 +88,13 @@ class Dist:
         """Wait for every rank."""
         self.sum_floats([0.0])  # dist.barrier() would use the GPU, and need a device for it
 
+    def release_memory(self) -> None:
+        """Return what torch has cached of the GPUs to the driver, on every rank, before an engine
+        takes it."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            self.barrier()
+
     @collective
     def sum_floats(self, values: list[float]) -> list[float]:
         """Element-wise sum over ranks; every rank passes the same number of values."""

@@ -17,32 +17,45 @@ from rich.table import Table
 
 from minirl.config import Config
 from minirl.launch import run_command
+from minirl.metrics import Metrics
 from minirl.rewards import reward_number
 from minirl.run import Run, open_run
+from minirl.scoring import score_with_model
 from minirl.tracing import TrajectoryWriter
 from minirl.types import Trajectory, conversations
 from minirl.validation import ValResult, validation_metrics
 
 
 async def validate(run: Run, step: int) -> tuple[dict[str, float], list[Trajectory]]:
-    """Rank 0: sample every validation prompt `rollout.val_kwargs.n` times and score the answers.
+    """Sample every validation prompt `rollout.val_kwargs.n` times and score the answers.
 
-    A trajectory that failed counts as an answer with score 0, stretches of one conversation as one.
+    Every rank calls it; rank 0 returns what came of it, the others nothing. A trajectory that
+    failed counts as an answer with score 0, stretches of one conversation as one.
     """
-    assert run.inputs is not None and run.manager is not None
-    prompts = [{**row, "uid": f"val-{i}"} for i, row in enumerate(run.inputs.val_rows)]
-    trajectories = await run.manager.generate_sequences(prompts, step=step, validate=True)
+    trajectories: list[Trajectory] = []
+    if run.inputs and run.manager:
+        prompts = [{**row, "uid": f"val-{i}"} for i, row in enumerate(run.inputs.val_rows)]
+        trajectories = await run.manager.generate_sequences(prompts, step=step, validate=True)
+    await score_with_model(run, trajectories, Metrics(), engines_go_on=True)
     results = [
         ValResult(
             data_source=t.data_source,
             uid=t.uid,
             score=t.reward or 0.0,
-            acc=reward_number(t, "acc") if "acc" in t.reward_breakdown else None,
+            acc=_accuracy(t),
             answer=t.answer,
         )
         for t in conversations(trajectories)
     ]
     return validation_metrics(results), trajectories
+
+
+def _accuracy(trajectory: Trajectory) -> float | None:
+    """What the reward function says; None = by the score. A reward model's score is no success."""
+    if "acc" in trajectory.reward_breakdown:
+        return reward_number(trajectory, "acc")
+    rule = trajectory.reward_breakdown.get("rule_score")
+    return None if rule is None else float(rule >= 1)
 
 
 async def evaluate(run: Run) -> None:
@@ -53,9 +66,9 @@ async def evaluate(run: Run) -> None:
         state = await run.on_trainer(run.policy.load_latest, trainer.run_dir)
         step = state["step"] if state else 0
     await run.sync(run.policy.weights, step)
+    start = time.perf_counter()
+    metrics, trajectories = await validate(run, step)
     if run.inputs:
-        start = time.perf_counter()
-        metrics, trajectories = await validate(run, step)
         _report(run, step, metrics)
         writer = TrajectoryWriter(run.config.trainer.run_dir, run.inputs.tokenizer.decode)
         writer.write(step, "evaluate", trajectories, start)

@@ -13,15 +13,18 @@ from minirl.checks import check_algorithms
 from minirl.config import Config, ConfigError, require
 from minirl.data import Row, filter_overlong, load_rows
 from minirl.rewards import REWARD_MANAGERS, SCORERS
+from minirl.rewards.model import RewardModelInput, load_input
 from minirl.rollout.modes import MODES
 from minirl.rollout.parts import AgentParts, check_agent_loop, load_parts, named, schemas
 from minirl.rollout.server import SERVERS
+from minirl.rollout.sglang_server import check_sglang
 from minirl.rollout.transformers_server import check_transformers
 from minirl.rollout.vllm_server import check_vllm
 from minirl.rollout.wire import to_wire
 from minirl.tracing import check_traces
 from minirl.tracking import check_trackers
 from minirl.trainer.policy import check_config
+from minirl.trainer.reward_model import check_reward_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,7 @@ class Inputs(AgentParts):
 
     train_rows: list[Row]
     val_rows: list[Row]
+    reward_model_input: RewardModelInput | None
     modules: list[str]
     """In which the components are registered that config and rows name."""
 
@@ -58,6 +62,7 @@ def read_inputs(config: Config, *, training: bool = True) -> Inputs:
     )
     return Inputs(
         **vars(parts),
+        reward_model_input=_reward_model_input(config, parts, train_rows + val_rows),
         train_rows=train_rows,
         val_rows=val_rows,
         modules=_modules(config, parts, train_rows + val_rows),
@@ -69,12 +74,32 @@ def _check_names(config: Config) -> None:
     named("rollout.name", SERVERS.find, config.rollout.name)
     if config.rollout.name == "vllm":
         check_vllm()
+    if config.rollout.name == "sglang":
+        check_sglang(config)
     if config.rollout.name == "transformers":
         check_transformers(config.rollout)
     named("rollout.mode", MODES.find, config.rollout.mode)
     named("rollout.multi_turn.format", TOOL_PARSERS.find, config.rollout.multi_turn.format)
     check_trackers(config.trainer.logger)
     check_traces(config)
+
+
+def _reward_model_input(
+    config: Config, parts: AgentParts, rows: list[Row]
+) -> RewardModelInput | None:
+    """How the reward model reads conversations, tried out on the prompts of `rows`."""
+    settings = config.reward.reward_model
+    if settings is None:
+        return None
+    found = check_reward_model(config)
+    reads = load_input(
+        settings,
+        parts.chat,
+        found.get_text_config().vocab_size,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    reads.check((row["prompt"] for row in rows), with_tools=bool(parts.tools))
+    return reads
 
 
 def _modules(config: Config, parts: AgentParts, rows: list[Row]) -> list[str]:
@@ -86,7 +111,7 @@ def _modules(config: Config, parts: AgentParts, rows: list[Row]) -> list[str]:
     components: list[Any] = [AGENT_LOOPS.find(name) for name in loops - parts.agent_loops.keys()]
     components.append(TOOL_PARSERS.find(config.rollout.multi_turn.format))
     components.append(REWARD_MANAGERS.find(config.reward.reward_manager))
-    if config.reward.custom_reward_function is None:
+    if config.reward.by_data_source:
         components += [SCORERS.find(name) for name in {row["data_source"] for row in rows}]
     modules = {component.__module__ for component in components}
     require(
@@ -116,7 +141,7 @@ def _read_rows(config: Config, parts: AgentParts, key: str, files: list[str]) ->
             if user is not None:
                 column = f"{place} extra_info.interaction_kwargs.name"
                 named(column, check_interaction, user, parts.interactions)
-            if config.reward.custom_reward_function is None:
+            if config.reward.by_data_source:
                 named(f"{place} data_source", SCORERS.find, row.get("data_source") or "")
             if config.rollout.agent.num_workers:
                 for column, value in row.items():

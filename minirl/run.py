@@ -33,6 +33,7 @@ from minirl.rollout.worker import LocalWorker, Workers
 from minirl.rollout.worker_pool import begin_imports, open_pool
 from minirl.trainer.critic import CriticTrainer
 from minirl.trainer.policy import PolicyTrainer, ReferencePolicy
+from minirl.trainer.reward_model import RewardModel
 from minirl.waits import CONVERSATION, WAITS
 
 HEALTH_INTERVAL_S = 1.0
@@ -62,6 +63,7 @@ class Run:
     policy: PolicyTrainer
     reference: ReferencePolicy | None
     critic: CriticTrainer | None
+    reward_model: RewardModel | None
     sync: WeightSync
     inputs: Inputs | None
     manager: AgentLoopManager | None
@@ -95,9 +97,9 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
             if world.device.type == "cuda":
                 # vLLM measures free memory while it starts: nobody else may take any.
                 await loading
-                await on_trainer(_settle, world)
+                await on_trainer(world.release_memory)
             server = await _start_engine(config, world, stack) if world.is_leader else None
-        policy, reference, critic = loading.result()
+        policy, reference, critic, reward_model = loading.result()
         if server:
             service = ServerService(server, addresses[world.group])
             watching = _watch(server, config.rollout.engine_timeout_s)
@@ -113,10 +115,12 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
             policy=policy,
             reference=reference,
             critic=critic,
+            reward_model=reward_model,
             sync=sync,
             inputs=inputs,
             manager=manager,
         )
+        await on_trainer(world.barrier)  # no engine closes while rank 0 may ask it
 
 
 def _total_steps(config: Config, world: Dist, inputs: Inputs | None) -> int:
@@ -126,19 +130,14 @@ def _total_steps(config: Config, world: Dist, inputs: Inputs | None) -> int:
     return config.trainer.total_training_steps or int(per_epoch) * config.trainer.total_epochs
 
 
-def _settle(world: Dist) -> None:
-    """Every rank holds what it will hold, and has returned the rest to the driver."""
-    torch.cuda.empty_cache()
-    world.barrier()
-
-
 def _load(
     config: Config, world: Dist, total_steps: int, training: bool
-) -> tuple[PolicyTrainer, ReferencePolicy | None, CriticTrainer | None]:
+) -> tuple[PolicyTrainer, ReferencePolicy | None, CriticTrainer | None, RewardModel | None]:
     policy = PolicyTrainer(config, world, total_steps)
     reference = ReferencePolicy(config, world) if config.ref and training else None
     critic = CriticTrainer(config, world, total_steps) if config.critic and training else None
-    return policy, reference, critic
+    reward_model = RewardModel(config, world) if config.reward.reward_model else None
+    return policy, reference, critic, reward_model
 
 
 async def _start_engine(config: Config, world: Dist, stack: AsyncExitStack) -> AsyncServerBase:

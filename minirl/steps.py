@@ -19,6 +19,7 @@ from minirl.metrics import Metrics, timer, trajectory_metrics
 from minirl.records import Records
 from minirl.rollout.manager import groups_for_training, varied_groups
 from minirl.run import Run
+from minirl.scoring import score_with_model
 from minirl.trainer import packing
 from minirl.trainer.performance import PeakMemory, step_performance
 from minirl.trainer.update import TrainedModel
@@ -107,17 +108,14 @@ class Steps:
 
         With algorithm.filter_groups, batches are drawn until enough groups have a signal.
         """
-        manager, data = self._run.manager, self._config.data
-        if not manager:
-            return []
-        filtering, num_batches = self._config.algorithm.filter_groups, 0
-        limit = filtering.max_num_gen_batches if filtering else 1
-        while len(self._groups) < data.train_batch_size and (not limit or num_batches < limit):
+        num_batches = 0
+        while await self._wants_batch(num_batches):
             num_batches += 1
             self._groups += await self._generate_batch()
-        await manager.sleep(level=2)
+        if self._run.manager:
+            await self._run.manager.sleep(level=2)
         self._metrics.add("training/num_gen_batches", num_batches, reduce="last")
-        del self._groups[data.train_batch_size :]
+        del self._groups[self._config.data.train_batch_size :]
         return self._groups
 
     async def assemble(self, groups: list[Group]) -> MicroBatch:
@@ -194,11 +192,12 @@ class Steps:
 
     async def validate(self) -> dict[str, float]:
         """Score the policy on the validation set; rank 0 returns the metrics."""
-        if not self._records or not self._run.inputs or not self._run.inputs.val_rows:
+        if not self._config.data.val_files:
             return {}
         metrics, trajectories = await validate(self._run, self.number)
         self._metrics.update(metrics, reduce="last")
-        await self._records.write(self.number, "val", trajectories, self._started)
+        if self._records:
+            await self._records.write(self.number, "val", trajectories, self._started)
         return metrics
 
     def due(self, every: int) -> bool:
@@ -239,14 +238,29 @@ class Steps:
         if self._records and self.number == 0:
             await self._records.log(0, self._metrics.result())
 
+    async def _wants_batch(self, num_batches: int) -> bool:
+        """Whether the step needs groups beside those of so many batches: rank 0 knows, and the
+        others ask it where they help to score."""
+        filtering = self._config.algorithm.filter_groups
+        limit = filtering.max_num_gen_batches if filtering else 1
+        missing = len(self._groups) < self._config.data.train_batch_size
+        wanted = self._run.manager is not None and missing and (not limit or num_batches < limit)
+        if self._run.reward_model is None:
+            return wanted
+        [ranks] = await self._run.on_trainer(self._run.world.sum_floats, [float(wanted)])
+        return ranks > 0
+
     async def _generate_batch(self) -> list[Group]:
         """One batch of prompts; the groups that are left of it."""
-        assert self._run.manager is not None
+        if self._run.manager is None:
+            await self._score([])
+            return []
         prompts = self._loader.next_batch()
         needs_greedy = "greedy_rewards" in self._needs
         trajectories = await self._run.manager.generate_sequences(
             prompts, step=self.number, greedy=needs_greedy
         )
+        await self._score(trajectories)
         self.trajectories += trajectories
         self._metrics.update(self._run.manager.metrics, reduce="mean")
         groups = groups_for_training(
@@ -257,6 +271,11 @@ class Steps:
         )
         filtering = self._config.algorithm.filter_groups
         return varied_groups(groups, filtering.metric) if filtering else groups
+
+    async def _score(self, trajectories: list[Trajectory]) -> None:
+        """The reward model's part of the rewards, on every rank."""
+        filtering = self._config.algorithm.filter_groups is not None
+        await score_with_model(self._run, trajectories, self._metrics, engines_go_on=filtering)
 
     async def _update(self, trained: TrainedModel, batch: MicroBatch) -> None:
         """Nothing at all is applied when an advantage or a return is not finite."""

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -92,18 +92,20 @@ def tiny_model(
     max_length: int = 4096,
     tokenizer: Any = None,
     seed: int = 0,
+    reward_model: Literal["sequence", "token"] | None = None,
 ) -> Path:
     """Write a random float32 Qwen3 and its tokenizer (`byte_tokenizer()`) to a folder; return it.
 
     The defaults are what vLLM's CPU build can serve: 0.15 M parameters. `tied` shares the input and
-    output embeddings, as Qwen 2.5 and 3 below 4B do.
+    output embeddings, as Qwen 2.5 and 3 below 4B do. `reward_model` makes it a classifier of
+    sequences or tokens with one label.
     """
-    from transformers import Qwen3Config, Qwen3ForCausalLM  # seconds, and most tests need no model
+    import transformers  # seconds, and most tests need no model
 
     tokenizer = tokenizer or byte_tokenizer()
     if vocab_size < len(tokenizer):
         raise ValueError(f"vocab_size: got {vocab_size}; the tokenizer needs {len(tokenizer)}")
-    config = Qwen3Config(
+    config = transformers.Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -118,9 +120,16 @@ def tiny_model(
         pad_token_id=tokenizer.pad_token_id,
         dtype=torch.float32,
     )
+    if reward_model:
+        config.num_labels = 1
+    classes: dict[str | None, Any] = {
+        None: transformers.Qwen3ForCausalLM,
+        "sequence": transformers.Qwen3ForSequenceClassification,
+        "token": transformers.Qwen3ForTokenClassification,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+        model: Any = classes[reward_model](config)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return Path(path)

@@ -131,6 +131,9 @@ class Trajectory:
     rewards: list[RewardRecord] = field(default_factory=list)
     """What was asked for a reward, in that order."""
     metrics: dict[str, float] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The same conversation as messages, a turn of the policy as its text; the agent loop's methods
+    write them. What a reward model with a chat template of its own is given."""
     error: str | None = None
     """Traceback of the exception that ended it."""
     uid: str = ""

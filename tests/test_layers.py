@@ -7,7 +7,18 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "minirl"
 LAYERS = [
-    {"train", "evaluate", "export", "check_logprobs", "agreement", "view", "steps", "run", "launch"}
+    {
+        "train",
+        "evaluate",
+        "export",
+        "check_logprobs",
+        "agreement",
+        "view",
+        "steps",
+        "run",
+        "launch",
+        "scoring",
+    }
     | {"inputs", "checks", "credit", "curriculum", "records", "selftest"},
     {"rollout", "trainer", "testing"},
     {"agent_loop", "tools", "rewards", "algorithms", "data", "chat", "hints"} | {"openai"},

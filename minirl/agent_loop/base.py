@@ -123,7 +123,7 @@ class AgentLoopBase:
         if len(prompt_ids) > data.max_prompt_length and data.truncation != "error":
             head, tail = split_kept(prompt_ids, data.max_prompt_length, data.truncation)
             prompt_ids = head + tail
-        trajectory = Trajectory(prompt_ids=prompt_ids)
+        trajectory = Trajectory(prompt_ids=prompt_ids, messages=list(messages))
         self.trajectories.append(trajectory)
         if len(prompt_ids) > data.max_prompt_length or self.room(trajectory) <= 0:
             self.finish(trajectory, "prompt_too_long")
@@ -153,7 +153,10 @@ class AgentLoopBase:
         elif output.finish_reason == "length":
             cut_by_room = params["max_tokens"] == room
             self.finish(trajectory, "response_length" if cut_by_room else "turn_length")
-        return await off_loop(len(output.token_ids), self.chat.decode, output.token_ids)
+        text = await off_loop(len(output.token_ids), self.chat.decode, output.token_ids)
+        if output.token_ids:
+            trajectory.messages.append({"role": "assistant", "content": text})
+        return text
 
     def parse_tool_calls(self, text: str) -> list[ToolCall]:
         """The calls in a turn's text, in their order; malformed ones carry a `problem`."""
@@ -219,6 +222,7 @@ class AgentLoopBase:
             self.finish(trajectory, "observation_too_long")
             return False
         trajectory.append_observation(token_ids)
+        trajectory.messages += messages
         return True
 
     def finish(self, trajectory: Trajectory, reason: Termination) -> Trajectory:
@@ -283,6 +287,9 @@ def trim(trajectory: Trajectory) -> None:
         trajectory.response_logprobs,
     ):
         del values[end:]
+    messages = trajectory.messages
+    while trajectory.turn_ends and messages and messages[-1]["role"] != "assistant":
+        messages.pop()
 
 
 def _agent_loop(entry: dict[str, Any]) -> Iterator[tuple[str, AgentLoopFactory]]:

@@ -94,9 +94,18 @@ class ChatBuilder:
         """
         if not messages or any(m["role"] == "assistant" for m in messages):
             raise ChatTemplateError(f"observation: got {messages!r}; give tool or user messages")
-        safe = [{k: v if k == "role" else self._defuse(v) for k, v in m.items()} for m in messages]
+        safe = [self._defuse_message(m) for m in messages]
         end = self.turn_end(has_tool_result(safe), tools).inner
         return self.encode_behind(end, self.observation_text(safe, tools))
+
+    def conversation(self, messages: Messages, num_trusted: int) -> list[int]:
+        """Tokens of a whole conversation, without a generation prompt.
+
+        Control tokens in the messages from index `num_trusted` on stay text, as in `observation`.
+        """
+        safe = messages[:num_trusted] + [self._defuse_message(m) for m in messages[num_trusted:]]
+        text = self.render(safe, generation=False)
+        return [i for piece in text.split(SPLIT) for i in self.encode(piece)]
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of a sampled turn for a tool parser: only the end-of-turn tokens are left out."""
@@ -164,6 +173,9 @@ class ChatBuilder:
         if ids[0] != self._added_ids[end]:
             raise ChatTemplateError(f"{end!r} merges with the text behind it into {ids[:3]}")
         return ids[1:] + [i for piece in rest for i in self.encode(piece)]
+
+    def _defuse_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        return {k: v if k == "role" else self._defuse(v) for k, v in message.items()}
 
     def _defuse(self, value: Any) -> Any:
         """`value` with a SPLIT inside everything that reads as a control token."""

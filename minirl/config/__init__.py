@@ -27,6 +27,7 @@ from minirl.config.reward import (
     CustomRewardConfig,
     OverlongBufferConfig,
     RewardConfig,
+    RewardModelConfig,
     RewardPoolConfig,
 )
 from minirl.config.rollout import (
@@ -62,6 +63,7 @@ __all__ = [
     "PolicyLossConfig",
     "RefConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RewardPoolConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",

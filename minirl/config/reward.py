@@ -57,6 +57,38 @@ class RewardPoolConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+    """A model with one output that scores whole conversations. It is sharded over the ranks like
+    the policy, and frozen."""
+
+    path: str = ""
+    """A folder or hub name of AutoModelForSequenceClassification or AutoModelForTokenClassification
+    with num_labels=1. The score is read at the last token."""
+    combine: Literal["add", "only"] = "add"
+    """add: the reward is what the reward function returned + weight * score. only: it is weight *
+    score; a reward function is called only if custom_reward_function names one, to be logged."""
+    weight: float = 1.0
+    """Of the score."""
+    input: Literal["auto", "tokens", "messages"] = "auto"
+    """What it reads. tokens: the policy's exact tokens. messages: the conversation by the template
+    of its own tokenizer, without tool schemas. auto: tokens where tokenizer and template are the
+    policy's, else messages."""
+    max_length: int | None = None
+    """Tokens that it reads of a conversation; null = all."""
+    truncation: Literal["left", "right", "middle"] = "left"
+    """Which side of a longer conversation is cut away."""
+    max_tokens_per_micro_batch: int | None = None
+    """Tokens that go through the model at once, per rank; null = those of the actor."""
+    param_offload: bool = False
+    """Keep its shards in host memory except while it scores (GPU)."""
+
+    def __post_init__(self) -> None:
+        key = "reward.reward_model"
+        require(bool(self.path), f"{key}.path", self.path, "name a model folder, or write null")
+        positive(key, self, "max_length", "max_tokens_per_micro_batch")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """From a trajectory to its reward."""
 
@@ -74,3 +106,26 @@ class RewardConfig:
     """For `reward_manager: batch`; null = the defaults."""
     pool: RewardPoolConfig | None = None
     """For `reward_manager: prime`; null = the defaults."""
+    reward_model: RewardModelConfig | None = None
+    """null = no model scores."""
+
+    def __post_init__(self) -> None:
+        if self.is_model_only:
+            require(
+                self.reward_manager == "naive",
+                "reward.reward_manager",
+                self.reward_manager,
+                "with reward.reward_model.combine=only it has no reward function to call; write "
+                "naive, name one in reward.custom_reward_function, or set combine=add",
+            )
+
+    @property
+    def is_model_only(self) -> bool:
+        """Whether no reward function is called at all."""
+        replaced = self.reward_model is not None and self.reward_model.combine == "only"
+        return replaced and self.custom_reward_function is None
+
+    @property
+    def by_data_source(self) -> bool:
+        """Whether the row's data_source chooses the reward function."""
+        return self.custom_reward_function is None and not self.is_model_only

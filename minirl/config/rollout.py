@@ -155,7 +155,7 @@ class RolloutConfig:
     """The engines, and what they sample."""
 
     name: str = "vllm"
-    """The inference engine: vllm, transformers, or `package.module:Class`."""
+    """The inference engine: vllm, sglang, transformers, or `package.module:Class`."""
     mode: str = "async"
     """async; or, to compare with, sync (a barrier at every turn) or serial (one after another)."""
     n: int = 8

@@ -30,6 +30,7 @@ from minirl.openai.sampling import (
     Sample,
     answer_message,
     complete,
+    for_template,
     render_observation,
     render_prompt,
     sample_choices,
@@ -251,6 +252,7 @@ class Conversation:
         trajectory.append_sampled(sample.output)
         count_output(trajectory, sample.output, sample.seconds)
         stream.messages = [*plan.messages, answer_message(sample.choice)]
+        trajectory.messages = for_template(stream.messages)
         stream.refused = None
         stream.turns.append(
             Turn(

@@ -74,7 +74,7 @@ def complete(samples: list[Sample], num_prompt_tokens: int) -> Completion:
 
 async def render_prompt(context: AgentLoopContext, request: ChatRequest) -> list[int]:
     """Tokens of all messages, ready for an answer; ApiError where the template cannot."""
-    return await _render(request, context.chat.prompt, _for_template(request.messages))
+    return await _render(request, context.chat.prompt, for_template(request.messages))
 
 
 async def render_observation(
@@ -87,7 +87,7 @@ async def render_observation(
     """
     tools = request.tools or None
     end = "" if is_closed else context.chat.turn_end(False, tools).inner
-    messages = _for_template(request.messages)[first:]
+    messages = for_template(request.messages)[first:]
     return context.chat.encode(end) + await _render(request, context.chat.observation, messages)
 
 
@@ -109,7 +109,7 @@ async def _render(
         raise ApiError(f"messages: {error}", param="messages") from error
 
 
-def _for_template(messages: list[Message]) -> list[dict[str, Any]]:
+def for_template(messages: list[Message]) -> list[dict[str, Any]]:
     """Results of tools get the names of the calls that they answer: some templates show them."""
     names = {call.id: call.function.name for m in messages for call in m.tool_calls or []}
     rendered = []

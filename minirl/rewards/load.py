@@ -1,10 +1,21 @@
 """The reward manager that a config names."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from minirl.config import ConfigError, RewardConfig
 from minirl.registry import option_names
 from minirl.rewards import batch, prime  # noqa: F401  # they register themselves
 from minirl.rewards.functions import load_reward_function
 from minirl.rewards.managers import REWARD_MANAGERS, RewardManager
+from minirl.types import Trajectory
+
+
+async def left_to_the_model(
+    trajectory: Trajectory, row: Mapping[str, Any], solution_str: str
+) -> None:
+    """The manager of reward.reward_model.combine=only: the reward comes behind the rollout."""
+
 
 OWNERS = {"overlong_buffer": "dapo", "batch": "batch", "pool": "prime"}
 """Sections of `reward` that one manager reads, and which does."""
@@ -19,6 +30,8 @@ def load_reward_manager(config: RewardConfig, *, response_length: int) -> Reward
         manager = REWARD_MANAGERS.find(config.reward_manager)
     except ValueError as error:
         raise ConfigError(f"reward.reward_manager: {error}") from error
+    if config.is_model_only:
+        return left_to_the_model
     known = option_names(manager)
     given = {
         "overlong_buffer": config.overlong_buffer,

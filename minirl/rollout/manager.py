@@ -70,6 +70,10 @@ class AgentLoopManager:
         async with engine_answers("the engines to sleep", timeout_s):
             await asyncio.gather(*(server.call("sleep", level=level) for server in self._servers))
 
+    async def wake_up(self) -> None:
+        """Let engines that sleep at level 1 go on with the weights that they have."""
+        await asyncio.gather(*(server.call("wake_up") for server in self._servers))
+
     def _requests(
         self, prompts: list[dict[str, Any]], step: int, validate: bool, greedy: bool
     ) -> list[SampleRequest]:

@@ -26,6 +26,13 @@ def main_module_stays_here() -> Iterator[None]:
             setattr(main, name, value)
 
 
+def visible_devices(device_ids: list[int]) -> str:
+    """CUDA_VISIBLE_DEVICES for a process that gets these of the devices that this one sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(max(device_ids) + 1)]
+    return ",".join(names[i] for i in device_ids)
+
+
 def end_with(pid: int, grace_s: float) -> None:
     """From now on this process gets SIGTERM when the process `pid` is gone, however that ended,
     and SIGKILL `grace_s` seconds later."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from minirl.config import Config, ConfigError
-from minirl.rollout.processes import main_module_stays_here
+from minirl.rollout.processes import main_module_stays_here, visible_devices
 from minirl.rollout.server import (
     SERVERS,
     AsyncServerBase,
@@ -151,11 +151,8 @@ class VLLMServer(AsyncServerBase):
                 # else the sampler compiles C++ at the first token, which takes a compiler and 1.5 s
                 "TORCH_COMPILE_DISABLE": str(int(self.config.rollout.enforce_eager)),
             }
-        # Devices are numbered among those that this process sees.
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else [str(i) for i in range(max(self.device_ids) + 1)]
         return shared | {
-            "CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in self.device_ids),
+            "CUDA_VISIBLE_DEVICES": visible_devices(self.device_ids),
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # never fork a process that uses CUDA
         }
 
@@ -227,7 +224,8 @@ class VLLMServer(AsyncServerBase):
 
     async def sleep(self, level: int = 1) -> None:
         """See AsyncServerBase; vLLM's CPU build has nothing to free."""
-        if self.device_ids is not None and self.config.rollout.free_cache_engine:
+        can_sleep = self.device_ids is not None and self.config.rollout.free_cache_engine
+        if can_sleep and not self._asleep:
             await self._engine.sleep(level)
             self._asleep = True
 

@@ -6,7 +6,6 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 import msgspec
-import torch
 from torch import Tensor
 
 from minirl.config import Config
@@ -55,7 +54,7 @@ class WeightSync:
         """Send the buckets of `weights` and make them count as `version`."""
         server = self._server
         buffer = self._buffer or await self._open(weights.num_bytes)
-        await self._on_trainer(self._make_room)
+        await self._on_trainer(self._world.release_memory)
         if server:
             async with self._engine("to wake for its weights"):
                 await server.wake_up(["weights"])
@@ -106,12 +105,6 @@ class WeightSync:
     def _engine(self, what: str) -> AbstractAsyncContextManager[None]:
         timeout_s = self._config.rollout.engine_timeout_s
         return engine_answers(f"engine {self._world.group} {what}", timeout_s)
-
-    def _make_room(self) -> None:
-        """Hand the trainer's cached memory to the engines; every rank, before any engine wakes."""
-        if self._world.device.type == "cuda":
-            torch.cuda.empty_cache()
-            self._world.barrier()
 
     async def close(self) -> None:
         """Give the buffer back."""

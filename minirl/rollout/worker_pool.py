@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.forkserver import ensure_running
@@ -167,7 +167,7 @@ class WorkerPool:
             slot.was_ready = False
             spec = self._spec(slot, f"worker_{slot.index}_{number}")
             async with (
-                _process(spec) as (process, ended),
+                running_process(serve_worker, spec) as (process, ended),
                 WorkerClient(spec.address, f"agent-loop worker {slot.index}") as client,
                 asyncio.TaskGroup() as tasks,
             ):
@@ -272,9 +272,12 @@ async def open_pool(
 
 
 @asynccontextmanager
-async def _process(spec: WorkerSpec) -> AsyncIterator[tuple[Any, asyncio.Event]]:
-    """A worker process, and the event of its end; it is asked to end, and then made to."""
-    process = FORKSERVER.Process(target=serve_worker, args=(spec,), name=spec.name)
+async def running_process(
+    serve: Callable[[Any], None], spec: Any
+) -> AsyncIterator[tuple[Any, asyncio.Event]]:
+    """A process that runs `serve(spec)`, and the event of its end; it is asked to end, and then
+    made to. `spec` has the `name` of the process and the `address` of its socket."""
+    process = FORKSERVER.Process(target=serve, args=(spec,), name=spec.name)
     with main_module_stays_here():
         process.start()
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
@@ -293,7 +296,7 @@ async def _process(spec: WorkerSpec) -> AsyncIterator[tuple[Any, asyncio.Event]]
             _end_now(process, spec)
 
 
-def _end_now(process: Any, spec: WorkerSpec) -> None:
+def _end_now(process: Any, spec: Any) -> None:
     process.kill()
     process.join()
     Path(spec.address.removeprefix("ipc://")).unlink(missing_ok=True)

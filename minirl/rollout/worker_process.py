@@ -52,7 +52,7 @@ class WorkerSpec:
 
 def serve_worker(spec: WorkerSpec) -> None:
     """Serve until SIGTERM, or until rank 0 is gone."""
-    _print_to(spec.log_file)
+    print_to(spec.log_file)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; rank 0 says when to end
     end_with(spec.rank_0_pid, CLOSE_S)
     uvloop.run(_serve(spec, _collect_logs()))
@@ -135,7 +135,7 @@ async def _serve(spec: WorkerSpec, news: News) -> None:
             serving.cancel()
 
 
-def _print_to(path: Path) -> None:
+def print_to(path: Path) -> None:
     """stdout and stderr of this process become `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -188,7 +188,7 @@ def _torch_varlen_options(scale: float | None, head_dim: int) -> dict[str, Any]:
     }
 
 
-def check_attention(config: PretrainedConfig, max_length: int) -> None:
+def check_attention(config: PretrainedConfig, max_length: int, key: str = "model.path") -> None:
     """Raise ConfigError when the model attends in a way that `packed_attention` does not do.
 
     A sliding window is fine where no sequence is longer (`max_length`, tokens).
@@ -210,7 +210,7 @@ def check_attention(config: PretrainedConfig, max_length: int) -> None:
             kinds.add(name)
     if other := sorted(kinds - {"full_attention"}):
         raise ConfigError(
-            f"model.path: this {text.model_type} model has {', '.join(other)}"
+            f"{key}: this {text.model_type} model has {', '.join(other)}"
             f"{f' (window {window})' if window else ''}; minirl trains models with plain causal "
             f"attention (Qwen 2.5, Qwen 3, Llama, Mistral ...) over sequences of up to "
             f"{max_length} tokens"

@@ -24,7 +24,7 @@ class CriticTrainer(TrainedModel):
         settings = critic_settings(config)
         learning_rate(settings.optim, 0, total_steps, self.section)
         path = config.critic.path or config.model.path
-        model = load_model(path, config.model, world, key="critic.path", value_head=True)
+        model = load_model(path, config.model, world, key="critic.path", head="value")
         super().__init__(config, world, model, settings, total_steps)
         self.critic = config.critic
 

@@ -1,10 +1,12 @@
 """Models: loading, sharding by FSDP2, and handing out the full weights."""
 
+import logging
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,13 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 from transformers.utils.logging import disable_progress_bar
 
@@ -28,6 +36,7 @@ from minirl.trainer import attention
 
 T = TypeVar("T")
 PADDING = 64  # bytes per tensor
+SCORE_BIAS = "score.bias"
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 
@@ -54,20 +63,22 @@ def check_model_folder(path: str, key: str = "model.path") -> None:
 
 def check_model(
     model: ModelConfig, max_length: int, *, path: str | None = None, key: str = "model.path"
-) -> None:
+) -> PretrainedConfig:
     """`check_model_folder`, and that its attention can be computed over sequences of `max_length`.
 
-    Reads the model's config.json, no weights.
+    Reads the model's config.json, no weights; returns it.
     """
     check_model_folder(path or model.path, key)
-    attention.check_attention(_read_config(path or model.path, model), max_length)
+    config = _read_config(path or model.path, model, key)
+    attention.check_attention(config, max_length, key)
+    return config
 
 
-def _read_config(path: str, model: ModelConfig) -> PretrainedConfig:
+def _read_config(path: str, model: ModelConfig, key: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {path!r} cannot be read: {_first_line(error)}") from error
+        raise ConfigError(f"{key}: {path!r} cannot be read: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -79,32 +90,36 @@ def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
     return getattr(torch, model.dtype) if device.type == "cuda" else torch.float32
 
 
+Head = Literal["vocabulary", "value", "score"]
+
+
 def load_model(
     path: str,
     model: ModelConfig,
     world: Dist,
     *,
     key: str = "model.path",
-    value_head: bool = False,
+    head: Head = "vocabulary",
 ) -> PreTrainedModel:
-    """The causal language model at `path`: float32, packed attention, no dropout, sharded.
+    """The model at `path`: float32, packed attention, no dropout, sharded.
 
-    With `value_head` its output is one number per token, 0 everywhere to begin with.
+    Its output is, per token, the vocabulary's logits, or one number: a `value`, 0 everywhere to
+    begin with, or the `score` of a classifier with one label.
 
     Only rank 0 reads the weights, and every rank receives its shard, so that the host holds one
     full copy, whatever the number of ranks. Every rank takes part.
     """
     check_model_folder(path, key)
     dtype = compute_dtype(model, world.device)
-    full = _read_weights(path, model) if world.is_main else None
-    if full is not None and value_head:
+    full = _read_weights(path, model, key, head) if world.is_main else None
+    if full is not None and head == "value":
         _replace_head(full)
     if full is not None and not is_sharded(world):
-        return _prepare(full, model)
-    empty = empty_model(path, model)
-    if value_head:
+        return _prepare(full, model, key)
+    empty = empty_model(path, model, key, head)
+    if head == "value":
         _replace_head(empty)
-    sharded = shard(_prepare(empty, model), world, dtype)
+    sharded = shard(_prepare(empty, model, key), world, dtype)
     _scatter(dict(full.named_parameters()) if full is not None else None, sharded)
     return sharded
 
@@ -161,10 +176,10 @@ def _replace_head(model: PreTrainedModel) -> None:
     text.tie_word_embeddings = model.config.tie_word_embeddings = False
 
 
-def _prepare(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+def _prepare(model: PreTrainedModel, config: ModelConfig, key: str) -> PreTrainedModel:
     if not model._supports_attention_backend:
         raise ConfigError(
-            f"model.path: transformers' {type(model).__name__} has no exchangeable attention, "
+            f"{key}: transformers' {type(model).__name__} has no exchangeable attention, "
             "which packed batches need; choose another model"
         )
     for module in model.modules():
@@ -175,11 +190,18 @@ def _prepare(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     return model.train()
 
 
-def empty_model(path: str, model: ModelConfig) -> PreTrainedModel:
+def _auto_class(head: Head) -> Any:
+    """A classifier of sequences has no output per token, so it is loaded as one of tokens."""
+    return AutoModelForTokenClassification if head == "score" else AutoModelForCausalLM
+
+
+def empty_model(
+    path: str, model: ModelConfig, key: str = "model.path", head: Head = "vocabulary"
+) -> PreTrainedModel:
     """The model with untouched memory as weights, which the system does not even allocate."""
     with no_init_weights():
-        empty = AutoModelForCausalLM.from_config(
-            _read_config(path, model),
+        empty = _auto_class(head).from_config(
+            _read_config(path, model, key),
             dtype=torch.float32,
             attn_implementation=attention.NAME,
             trust_remote_code=model.trust_remote_code,
@@ -208,25 +230,42 @@ def _rows_per_rank(parameter: DTensor) -> int:
     return -(-parameter.shape[0] // parameter.device_mesh.size())
 
 
-def _read_weights(path: str, model: ModelConfig) -> PreTrainedModel:
+def _read_weights(path: str, model: ModelConfig, key: str, head: Head) -> PreTrainedModel:
     disable_progress_bar()  # it would draw over the run's own display
     try:
-        pair: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=torch.float32,
-            attn_implementation=attention.NAME,
-            trust_remote_code=model.trust_remote_code,
-            output_loading_info=True,
-        )
+        with _no_report():
+            pair: Any = _auto_class(head).from_pretrained(
+                path,
+                dtype=torch.float32,
+                attn_implementation=attention.NAME,
+                trust_remote_code=model.trust_remote_code,
+                output_loading_info=True,
+            )
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"model.path: {path!r} cannot be loaded: {_first_line(error)}") from error
+        raise ConfigError(f"{key}: {path!r} cannot be loaded: {_first_line(error)}") from error
     loaded, info = pair
-    if missing := sorted(info["missing_keys"]):  # transformers warns, and draws them at random
+    missing = set(info["missing_keys"])
+    if head == "score" and SCORE_BIAS in missing:  # a classifier of sequences has none
+        missing.remove(SCORE_BIAS)
+        nn.init.zeros_(loaded.get_parameter(SCORE_BIAS))
+    if missing:  # transformers warns, and draws them at random
         raise ConfigError(
-            f"model.path: {path!r} lacks {len(missing)} weights of its config.json, such as "
-            f"{missing[0]}; save it again with save_pretrained, or finish its download"
+            f"{key}: {path!r} lacks {len(missing)} weights of its config.json, such as "
+            f"{min(missing)}; save it again with save_pretrained, or finish its download"
         )
     return loaded
+
+
+@contextmanager
+def _no_report() -> Iterator[None]:
+    """Without transformers' table of missing weights: what is missing is an error, or meant."""
+    log = logging.getLogger("transformers.modeling_utils")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 Bucket = list[tuple[str, Any]]

@@ -1,4 +1,4 @@
-"""What a model says about packed tokens: log-probabilities and entropies, or values."""
+"""What a model says about packed tokens: log-probabilities and entropies, values, or scores."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -59,6 +59,18 @@ def token_values(model: nn.Module, batch: MicroBatch) -> Tensor:
 
     values = with_weights(model, value)
     return torch.zeros(batch.num_tokens, device=values.device).index_put((wanted,), values)
+
+
+def token_scores(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """Scores [T], float32, of a model with a score head, at the tokens with response_mask 1: of the
+    sequence up to the token and with it."""
+    output = model(
+        input_ids=batch.tokens[None],
+        position_ids=batch.positions[None],
+        use_cache=False,
+        packing=Packing.of(batch.lengths, batch.tokens.device),
+    )
+    return torch.where(batch.response_mask > 0, output.logits[0, :, 0].float(), 0.0)
 
 
 def logit_divisor(config: PretrainedConfig) -> float:

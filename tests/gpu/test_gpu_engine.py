@@ -1,6 +1,8 @@
 """Engine and trainer on one GPU: CUDA IPC, sleep and wake, agreement in bfloat16, memory."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import torch
 from engine_pair import Pair, Without, open_pair
 
 from minirl.algorithms import kl_estimate
+from minirl.rollout.server import RequestRefusedError
+from minirl.rollout.vllm_server import VLLMServer
 from minirl.rollout.weight_sync import SyncError
 from minirl.testing import tiny_model
 from minirl.types import MicroBatch
@@ -27,19 +31,33 @@ LONG = {"max_tokens": 64, "ignore_eos": True}
 VOCAB_SIZE = 331  # no multiple of 64, to which vLLM pads its tables
 
 
-@pytest.fixture(scope="session", params=["untied", "tied"])
+def engine_params() -> list[Any]:
+    """vLLM and SGLang want another torch each, so only one of them is there."""
+    return [
+        pytest.param(
+            f"{name}-{embeddings}",
+            marks=pytest.mark.skipif(not find_spec(name), reason=f"{name} is not installed"),
+        )
+        for name in ("vllm", "sglang")
+        for embeddings in ("untied", "tied")
+    ]
+
+
+@pytest.fixture(scope="session", params=engine_params())
 async def pair(request: Any, tmp_path_factory: Any) -> AsyncIterator[Pair]:
     """A model of 2.5 M parameters, which travels in several buckets."""
     folder: Path = tmp_path_factory.mktemp(request.param)
+    engine, _, embeddings = request.param.partition("-")
     model = tiny_model(
         folder / "model",
-        tied=request.param == "tied",
+        tied=embeddings == "tied",
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
         num_layers=4,
         head_dim=64,
     )
     settings = [
+        f"rollout.name={engine}",
         *("trainer.device=cuda", "model.dtype=bfloat16", "rollout.enforce_eager=true"),
         *("data.max_prompt_length=256", "rollout.response_length=256", "rollout.max_num_seqs=64"),
         *(f"rollout.gpu_memory_utilization={ENGINE_SHARE}", "actor.optim.lr=0.01"),
@@ -52,7 +70,8 @@ async def pair(request: Any, tmp_path_factory: Any) -> AsyncIterator[Pair]:
 
 async def sleep(pair: Pair, level: int = 2) -> None:
     await pair.client.call("sleep", level=level)
-    assert await pair.server._engine.is_sleeping()
+    if isinstance(pair.server, VLLMServer):
+        assert await pair.server._engine.is_sleeping()
 
 
 def assert_agreement(batch: MicroBatch) -> None:
@@ -74,7 +93,8 @@ async def test_weights_arrive_over_rounds_of_sleep_and_wake(pair: Pair) -> None:
         await sleep(pair, level)
         await pair.update(batch)
         assert await pair.sync_now() <= AGREEMENT
-        assert not await pair.server._engine.is_sleeping()
+        if isinstance(pair.server, VLLMServer):
+            assert not await pair.server._engine.is_sleeping()
         batch, _ = await pair.differences(**LONG)
         assert_agreement(batch)
     moved = await pair.on_trainer(pair.policy.compute_logprobs, first)
@@ -133,6 +153,32 @@ async def test_sleep_gives_the_memory_back_round_after_round(pair: Pair) -> None
         settled = readings[1:]  # the first round still warms kernels up
         assert max(settled) - min(settled) <= SLACK
         assert readings[0] - readings[-1] <= 8 * SLACK
+
+
+async def test_a_turn_ends_where_it_should(pair: Pair) -> None:
+    """Stop tokens are kept, limits are exact up to the last token, aborts keep what there is."""
+    await pair.sync_now()
+    params: dict[str, Any] = {"temperature": 1.0, "max_tokens": 6, "seed": 1}
+    cut = await pair.client.generate(list(range(100)), params, "cut")
+    assert cut.finish_reason == "length" and len(cut.token_ids) == len(cut.logprobs) == 6
+    stop = {**params, "stop_token_ids": list(range(VOCAB_SIZE))}
+    ended = await pair.client.generate(list(range(100)), stop, "ended")
+    assert ended.finish_reason == "stop" and len(ended.token_ids) == len(ended.logprobs) == 1
+    assert ended.num_cached_tokens >= 64
+    full = {"temperature": 1.0, "max_tokens": 412, "ignore_eos": True}
+    filled = await pair.client.generate(list(range(100)), full, "full")
+    assert len(filled.token_ids) == 412, "prompt and answer fill the 512 of the config"
+    call = asyncio.create_task(pair.client.generate([5] * 40, full, "aborted"))
+    while (await pair.client.stats()).num_running == 0:
+        pass
+    await pair.client.call("abort", request_id="aborted")
+    aborted = await call
+    assert aborted.finish_reason == "abort"
+    assert len(aborted.token_ids) == len(aborted.logprobs) < 412
+    with pytest.raises(RequestRefusedError, match="max_tokenz"):
+        await pair.client.generate([1, 2, 3], {"max_tokenz": 5}, "typo")
+    with pytest.raises(RequestRefusedError, match="512"):
+        await pair.client.generate([1] * 1000, {"max_tokens": 5}, "long")
 
 
 def shared_memory() -> list[str]:

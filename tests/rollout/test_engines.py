@@ -29,8 +29,15 @@ pytestmark = [
 AGREEMENT = 1e-5  # nats, float32 on both sides
 
 
+SGLANG = pytest.mark.skip(reason="SGLang runs on GPUs only: see tests/gpu/test_gpu_engine.py")
+
+
 @pytest.fixture(
-    scope="module", params=["vllm-untied", "vllm-tied", "transformers-untied", "transformers-tied"]
+    scope="module",
+    params=[
+        *("vllm-untied", "vllm-tied", "transformers-untied", "transformers-tied"),
+        *(pytest.param(f"sglang-{embeddings}", marks=SGLANG) for embeddings in ("untied", "tied")),
+    ],
 )
 async def pair(request: Any, tmp_path_factory: Any) -> AsyncIterator[Pair]:
     folder: Path = tmp_path_factory.mktemp(request.param)

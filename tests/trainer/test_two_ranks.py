@@ -9,15 +9,30 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from trainer_helpers import alone, make_batch, make_config, save_model, spawn
+from trainer_helpers import (
+    alone,
+    make_batch,
+    make_config,
+    save_model,
+    save_reward_model,
+    spawn,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from minirl.config import Config, CriticConfig, ModelConfig, OptimConfig
+from minirl.config import (
+    Config,
+    CriticConfig,
+    ModelConfig,
+    OptimConfig,
+    RewardConfig,
+    RewardModelConfig,
+)
 from minirl.distributed import Dist
 from minirl.trainer import checkpoint
 from minirl.trainer.critic import CriticTrainer
 from minirl.trainer.fsdp import WeightBuckets
 from minirl.trainer.policy import PolicyTrainer
+from minirl.trainer.reward_model import RewardModel, pack_sequences
 from minirl.types import MicroBatch
 from minirl.waits import WAITS
 
@@ -33,6 +48,7 @@ def work_on_all(world: Dist, config: Config, folder: Path) -> None:
 def work(world: Dist, config: Config, folder: Path) -> None:
     """Two steps, the second on a batch that leaves rank 1 idle, a checkpoint after the first."""
     trainer, critic = PolicyTrainer(config, world), CriticTrainer(config, world)
+    reward_model = RewardModel(config, world)
     results = []
     for step, (groups, size) in enumerate([(4, 3), (1, 1)]):
         batch = world.broadcast_batch(make_batch(groups, size) if world.is_main else None)
@@ -44,7 +60,10 @@ def work(world: Dist, config: Config, folder: Path) -> None:
         full = {name: t.clone() for bucket in trainer.weights for name, t in bucket}
         batch.values, batch.returns = critic.compute_values(batch), batch.response_mask * 0.7
         metrics |= critic.update(batch)
-        results.append((batch.old_logprobs, metrics, full, trainer.score([5, 6, 7]), batch.values))
+        sequences = [t.tolist() for t in batch.tokens.split(batch.lengths.tolist())]
+        scores = reward_model.score(world.broadcast_batch(pack_sequences(sequences)))
+        probe = trainer.score([5, 6, 7])
+        results.append((batch.old_logprobs, metrics, full, probe, batch.values, scores))
         if step == 0:
             trainer.save(folder / f"from_{world.world_size}", 1, {}, critic=critic)
     torch.save(results, folder / f"results_{world.world_size}_{world.rank}.pt")
@@ -109,7 +128,12 @@ def all_results(tmp_path_factory):
     for name in MODELS:
         save_model(folder / name / "model", name)
     config = make_config(folder, optim=OptimConfig(lr=1e-3, eps=1e-3))
-    config = replace(config, critic=CriticConfig(optim=OptimConfig(lr=1e-2, eps=1e-3)))
+    reward_model = RewardModelConfig(path=str(save_reward_model(folder / "rm")), param_offload=True)
+    config = replace(
+        config,
+        critic=CriticConfig(optim=OptimConfig(lr=1e-2, eps=1e-3)),
+        reward=RewardConfig(reward_model=reward_model),
+    )
     with alone(config) as world:
         work_on_all(world, config, folder)
     spawn(work_on_all, config, folder)
@@ -124,7 +148,8 @@ def results(request, all_results):
 def test_two_ranks_train_like_one(results):
     one, *two = (torch.load(results / f"results_{name}.pt") for name in ("1_0", "2_0", "2_1"))
     for alone_step, *ranks in zip(one, *two, strict=True):
-        for logprobs, metrics, weights, score, values in ranks:
+        for logprobs, metrics, weights, score, values, rewards in ranks:
+            assert rewards == pytest.approx(alone_step[5], abs=1e-5)
             torch.testing.assert_close(values, alone_step[4], atol=1e-6, rtol=1e-5)
             torch.testing.assert_close(logprobs, alone_step[0], atol=1e-5, rtol=1e-5)
             assert metrics == pytest.approx(alone_step[1], rel=1e-5, abs=1e-7)

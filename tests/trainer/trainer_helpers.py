@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from minirl.config import ActorConfig, Config, DataConfig, ModelConfig, RolloutConfig, TrainerConfig
 from minirl.distributed import Dist, distributed
@@ -40,6 +47,24 @@ def save_model(folder: Path, name: str = "qwen3") -> Path:
     model = AutoModelForCausalLM.from_config(MODELS[name])
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)  # sharper than HF's start: log-probs that differ
+    model.save_pretrained(folder)
+    return folder
+
+
+def save_reward_model(
+    folder: Path, name: str = "qwen3", form: str = "sequence", **settings: Any
+) -> Path:
+    """Write a random classifier of sequences or tokens, with one label unless said otherwise."""
+    torch.manual_seed(1)
+    config = type(MODELS[name])(**MODELS[name].to_dict() | {"num_labels": 1} | settings)
+    auto = (
+        AutoModelForSequenceClassification
+        if form == "sequence"
+        else AutoModelForTokenClassification
+    )
+    model = auto.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
     return folder
 
