@@ -48,6 +48,9 @@ async def test_a_conversation_with_parallel_calls_is_one_stream() -> None:
         (1, "add", "three"),
     ]
     assert trajectory.metrics["generate_s"] > 0
+    roles = ["system", "user", "assistant", "tool", "tool", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in trajectory.messages] == roles
+    assert trajectory.messages[-1]["content"] == "#### 42"
 
 
 def edited(**changes: Any) -> Callable[[Any], dict[str, Any]]:
