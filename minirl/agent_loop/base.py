@@ -111,7 +111,7 @@ class AgentLoopBase:
         (`prompt_too_long`), by data.truncation.
         """
         size = sum(len(str(m.get("content"))) for m in messages)
-        prompt_ids = await _off_loop(size, self.chat.prompt, messages, tools or None)
+        prompt_ids = await off_loop(size, self.chat.prompt, messages, tools or None)
         data = self.config.data
         if len(prompt_ids) > data.max_prompt_length and data.truncation != "error":
             head, tail = split_kept(prompt_ids, data.max_prompt_length, data.truncation)
@@ -146,7 +146,7 @@ class AgentLoopBase:
         elif output.finish_reason == "length":
             cut_by_room = params["max_tokens"] == room
             self.finish(trajectory, "response_length" if cut_by_room else "turn_length")
-        return await _off_loop(len(output.token_ids), self.chat.decode, output.token_ids)
+        return await off_loop(len(output.token_ids), self.chat.decode, output.token_ids)
 
     def parse_tool_calls(self, text: str) -> list[ToolCall]:
         """The calls in a turn's text, in their order; malformed ones carry a `problem`."""
@@ -207,7 +207,7 @@ class AgentLoopBase:
         (`observation_too_long`) and return False.
         """
         size = sum(len(str(m.get("content"))) for m in messages)
-        token_ids = await _off_loop(size, self.chat.observation, messages, tools or None)
+        token_ids = await off_loop(size, self.chat.observation, messages, tools or None)
         if len(token_ids) >= self.room(trajectory):
             self.finish(trajectory, "observation_too_long")
             return False
@@ -304,7 +304,7 @@ def _agent_loop(entry: Any) -> tuple[str, AgentLoopFactory]:
     return name, partial(found, **options)
 
 
-async def _off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
+async def off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
     """Tokenize short texts here, where a thread would cost more, and long ones in a thread."""
     if size < LONG_TEXT:
         return function(*args)

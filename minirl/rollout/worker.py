@@ -15,6 +15,7 @@ from minirl.agent_loop import (
     record_failure,
     run_agent_loop,
 )
+from minirl.agent_loop.base import off_loop
 from minirl.config import RolloutConfig
 from minirl.rewards import RewardManager
 from minirl.rollout.client import AsyncLLMServerManager, RoutingStats
@@ -115,7 +116,8 @@ class AgentLoopWorker:
         last = trajectories[-1]
         started = time.perf_counter()
         if last.num_turns and last.reward is None:
-            solution = await asyncio.to_thread(self._context.chat.decode, last.response_ids)
+            decode = self._context.chat.decode
+            solution = await off_loop(len(last.response_ids), decode, last.response_ids)
             try:
                 with WAITS.on("reward"):
                     await self._reward_manager(last, row, solution)
