@@ -128,6 +128,7 @@ async def open_manager(config: Config, addresses: list[str]) -> AsyncIterator[Ag
         for client in clients:
             await client.__aenter__()
         router = make_router(config.rollout.agent, clients)
+        gc.freeze()  # as open_run does
         pace = Pace(router)
         yield AgentLoopManager(
             config, LocalWorker(parts.make_worker(config, pace), router, pace), clients

@@ -59,8 +59,8 @@ class Workers(Protocol):
         """See AgentLoopWorker.run."""
         ...
 
-    async def stats(self) -> WorkerStats:
-        """Since `begin`."""
+    async def end(self) -> WorkerStats:
+        """All have been run: forget them, and say what was done since `begin`."""
         ...
 
 
@@ -145,8 +145,9 @@ class LocalWorker:
         """See Workers."""
         return await self._pace.run(self._worker.run(request))
 
-    async def stats(self) -> WorkerStats:
+    async def end(self) -> WorkerStats:
         """See Workers; the lag of this process's loop is the manager's to measure."""
+        self._router.forget_conversations()
         return WorkerStats(routing=self._router.stats)
 
 
