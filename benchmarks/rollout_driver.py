@@ -4,7 +4,6 @@ The engine is a process of its own behind the real service, and samples without 
 so the CPU time of this process is that of agent loops, chat, tools, rewards, routing and transport.
 """
 
-import asyncio
 import gc
 import itertools
 import multiprocessing
@@ -13,9 +12,9 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 import uvloop
@@ -29,7 +28,9 @@ from minirl.rollout.worker import LocalWorker
 from minirl.testing import byte_tokenizer
 from minirl.types import TokenOutput
 
-SPAWN = multiprocessing.get_context("spawn")
+FORKSERVER = multiprocessing.get_context("forkserver")
+"""So that each measurement has a new process, and only the first waits for the imports."""
+FORKSERVER.set_forkserver_preload([__name__])
 TURNS = [
     '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12 * 7"}}\n</tool_call>',
     '<tool_call>\n{"name": "calculator", "arguments": {"expression": "84 + 5"}}\n</tool_call>',
@@ -65,24 +66,18 @@ class ScriptedTurns:
 
 
 class EngineProcess:
-    """ScriptedTurns in a process of its own; `cpu_s` is what that has used."""
+    """ScriptedTurns in a process of its own."""
 
     def __init__(self, address: str) -> None:
-        self._process = SPAWN.Process(target=_serve, args=(address,), daemon=True)
+        self._process = FORKSERVER.Process(target=_serve, args=(address,), daemon=True)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> psutil.Process:
         self._process.start()
-        return self
+        return psutil.Process(self._process.pid)
 
     def __exit__(self, *exc: object) -> None:
         self._process.kill()
         self._process.join()
-
-    @property
-    def cpu_s(self) -> float:
-        """User and system time."""
-        assert self._process.pid
-        return sum(psutil.Process(self._process.pid).cpu_times()[:2])
 
 
 def _serve(address: str) -> None:
@@ -97,7 +92,7 @@ def make_config(folder: Path, *overrides: str) -> Config:
         [
             f"model.path={folder}/model",
             "data.max_prompt_length=2048",
-            "rollout={n: 1, response_length: 1024}",
+            "rollout={n: 8, response_length: 1024}",
             "rollout.agent.default_agent_loop=tool_agent",
             "rollout.multi_turn.tool_config_path=examples/calculator/tools.yaml",
             *overrides,
@@ -122,53 +117,53 @@ def make_rows(number: int) -> list[dict[str, Any]]:
 @asynccontextmanager
 async def open_manager(config: Config, addresses: list[str]) -> AsyncIterator[AgentLoopManager]:
     """As rank 0 of a run has it, with agent loops in its own event loop."""
-    clients = [ServerClient(address, f"engine {i}") for i, address in enumerate(addresses)]
     parts = load_parts(config)
-    async with asyncio.TaskGroup() as group:
-        for client in clients:
-            await client.__aenter__()
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(ServerClient(address, f"engine {i}"))
+            for i, address in enumerate(addresses)
+        ]
         router = make_router(config.rollout.agent, clients)
-        gc.freeze()  # as open_run does
         pace = Pace(router)
-        yield AgentLoopManager(
-            config, LocalWorker(parts.make_worker(config, pace), router, pace), clients
-        )
-        for client in clients:
-            await client.__aexit__()
+        worker = LocalWorker(parts.make_worker(config, pace), router, pace)
+        gc.freeze()  # as open_run does
+        yield AgentLoopManager(config, worker, clients)
 
 
 def measure(folder: Path, number: int) -> dict[str, float]:
-    """One rollout of `number` conversations in a new process and over a new engine."""
-    with ProcessPoolExecutor(1, mp_context=SPAWN) as pool:
-        return pool.submit(_run, folder, number).result()
+    """A rollout of `number` conversations, in groups of 8, in a new process over a new engine."""
+    address = f"ipc://{folder}/engine"
+    with EngineProcess(address) as engine, ProcessPoolExecutor(1, FORKSERVER) as pool:
+        return pool.submit(_run, folder, address, number, engine.pid).result()
 
 
-def _run(folder: Path, number: int) -> dict[str, float]:
-    return uvloop.run(_measure(folder, number))
+def _run(folder: Path, address: str, number: int, engine_pid: int) -> dict[str, float]:
+    return uvloop.run(_measure(make_config(folder), address, number, psutil.Process(engine_pid)))
 
 
-async def _measure(folder: Path, number: int) -> dict[str, float]:
-    address = f"ipc://{folder}/engine_{number}"
-    config = make_config(folder)
-    with EngineProcess(address) as engine:
-        async with open_manager(config, [address]) as manager:
-            await manager.generate_sequences(make_rows(20), step=0)
-            rows = make_rows(number)
-            rss = _start_of_peak()
-            engine_cpu_s, cpu_s, started = engine.cpu_s, time.process_time(), time.perf_counter()
-            trajectories = await manager.generate_sequences(rows, step=1)
-            generations = sum(t.num_turns for t in trajectories)
-            assert generations == len(TURNS) * number and all(t.reward for t in trajectories)
-            return {
-                "conversations": number,
-                "driver_ms": (time.process_time() - cpu_s) / generations * 1e3,
-                "engine_ms": (engine.cpu_s - engine_cpu_s) / generations * 1e3,
-                "wall_s": time.perf_counter() - started,
-                "peak_kb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - rss)
-                / number
-                / 1e3,
-                "tokens": sum(len(t.token_ids) for t in trajectories) / number,
-            }
+async def _measure(
+    config: Config, address: str, number: int, engine: psutil.Process
+) -> dict[str, float]:
+    async with open_manager(config, [address]) as manager:
+        await manager.generate_sequences(make_rows(2), step=0)
+        rows = make_rows(number // config.rollout.n)
+        rss = _start_of_peak()
+        engine_cpu_s, cpu_s = _cpu_s(engine), time.process_time()
+        trajectories = await manager.generate_sequences(rows, step=1)
+        cpu_s, engine_cpu_s = time.process_time() - cpu_s, _cpu_s(engine) - engine_cpu_s
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        generations = sum(t.num_turns for t in trajectories)
+        assert generations == len(TURNS) * number and all(t.reward for t in trajectories)
+        return {
+            "driver_ms": cpu_s / generations * 1e3,
+            "engine_ms": engine_cpu_s / generations * 1e3,
+            "peak_kb": (peak - rss) / number / 1e3,
+            "tokens": sum(len(t.token_ids) for t in trajectories) / number,
+        }
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    return sum(process.cpu_times()[:2])
 
 
 def _start_of_peak() -> int:

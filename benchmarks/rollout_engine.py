@@ -8,21 +8,35 @@ one after another and all conversations at once: no chat, no tools, no rewards, 
 import asyncio
 import time
 from collections import defaultdict
-from contextlib import AsyncExitStack
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
+
 from benchmarks.rollout_driver import open_manager
 from minirl.config import Config
 from minirl.data import load_rows
+from minirl.rollout.manager import AgentLoopManager
 from minirl.rollout.server import METHODS, ServerService
 from minirl.rollout.vllm_server import VLLMServer
 from minirl.types import TokenOutput
 
 Requests = dict[str, list[tuple[list[int], dict[str, Any]]]]
 """By conversation, prompt and sampling parameters of each turn."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One measurement."""
+
+    tokens: int
+    seconds: float
+    cpu_s: float
+    """Of all processes: what the throughput comes down to where no core is idle."""
 
 
 class KeepingServer(VLLMServer):
@@ -74,51 +88,74 @@ async def compare(
         await stack.enter_async_context(server)
         serving = asyncio.create_task(ServerService(server, address, METHODS).serve())
         stack.callback(serving.cancel)
-        manager = await stack.enter_async_context(open_manager(config, [address]))
+        return {
+            name: await _compare(
+                server, await stack.enter_async_context(manager), asked, repetitions
+            )
+            for name, asked, manager in (
+                (
+                    "single_turn_agent",
+                    _rows(rows, "single_turn_agent"),
+                    _long_turns(config, address),
+                ),
+                ("tool_agent", _rows(rows, "tool_agent"), open_manager(config, [address])),
+            )
+        }
 
-        async def rollout(name: str) -> tuple[float, int]:
-            asked = [{**row, "uid": str(i), "agent_name": name} for i, row in enumerate(rows)]
+
+def _rows(rows: list[dict[str, Any]], agent_name: str) -> list[dict[str, Any]]:
+    return [{**row, "uid": str(i), "agent_name": agent_name} for i, row in enumerate(rows)]
+
+
+def _long_turns(config: Config, address: str) -> AbstractAsyncContextManager[AgentLoopManager]:
+    """So hot that turns are long, up to rollout.response_length."""
+    multi_turn = replace(config.rollout.multi_turn, max_tokens_per_turn=None)
+    rollout = replace(config.rollout, temperature=2.0, multi_turn=multi_turn)
+    return open_manager(replace(config, rollout=rollout), [address])
+
+
+async def _compare(
+    server: KeepingServer, manager: AgentLoopManager, rows: list[dict[str, Any]], repetitions: int
+) -> dict[str, Any]:
+    async def rollout() -> int:
+        trajectories = await manager.generate_sequences(rows, step=1)
+        return sum(sum(t.response_mask) for t in trajectories)
+
+    await server.forget()
+    await rollout()  # warms up, and says what the bare arm has to ask
+    requests = server.kept
+    pairs = []
+    for number in range(repetitions):
+        arms = {"rollout": rollout, "bare": partial(server.generate_bare, requests)}
+        pair = {}
+        for name in sorted(arms, reverse=bool(number % 2)):
             await server.forget()
-            started = time.perf_counter()
-            trajectories = await manager.generate_sequences(asked, step=1)
-            seconds = time.perf_counter() - started
-            return seconds, sum(sum(t.response_mask) for t in trajectories)
-
-        async def bare(requests: Requests) -> tuple[float, int]:
-            await server.forget()
-            started = time.perf_counter()
-            tokens = await server.generate_bare(requests)
-            return time.perf_counter() - started, tokens
-
-        results = {}
-        for name in ("single_turn_agent", "tool_agent"):
-            await rollout(name)  # warms up, and says what the bare arm has to ask
-            requests = server.kept
-            pairs = []
-            for number in range(repetitions):
-                pair = {}
-                for arm in ("rollout", "bare")[:: 1 if number % 2 else -1]:
-                    pair[arm] = await (rollout(name) if arm == "rollout" else bare(requests))
-                assert pair["rollout"][1] == pair["bare"][1], "the arms sampled different tokens"
-                pairs.append(pair)
-            results[name] = _summary(pairs, sum(map(len, requests.values())), len(requests))
-        return results
+            started, cpu_s = time.perf_counter(), _cpu_s()
+            tokens = await arms[name]()
+            pair[name] = Arm(tokens, time.perf_counter() - started, _cpu_s() - cpu_s)
+        assert pair["rollout"].tokens == pair["bare"].tokens, "the arms sampled different tokens"
+        pairs.append(pair)
+    return _summary(pairs, sum(map(len, requests.values())), len(requests))
 
 
-def _summary(pairs: list[dict[str, tuple[float, int]]], turns: int, number: int) -> dict[str, Any]:
-    ratios = [pair["bare"][0] / pair["rollout"][0] for pair in pairs]
-    per_s = {arm: [pair[arm][1] / pair[arm][0] for pair in pairs] for arm in pairs[0]}
+def _cpu_s() -> float:
+    """Of this process and of the engine's."""
+    this = psutil.Process()
+    return sum(sum(p.cpu_times()[:2]) for p in [this, *this.children(recursive=True)])
+
+
+def _summary(pairs: list[dict[str, Arm]], turns: int, number: int) -> dict[str, Any]:
+    ratios = [pair["bare"].seconds / pair["rollout"].seconds for pair in pairs]
+    cpu_ratios = [pair["bare"].cpu_s / pair["rollout"].cpu_s for pair in pairs]
+    speeds = {arm: median(p[arm].tokens / p[arm].seconds for p in pairs) for arm in pairs[0]}
     return {
         "conversations": number,
         "turns": turns,
-        "tokens": pairs[0]["bare"][1],
-        "rollout_tokens_per_s": median(per_s["rollout"]),
-        "bare_tokens_per_s": median(per_s["bare"]),
+        "tokens": pairs[0]["bare"].tokens,
+        "rollout_tokens_per_s": speeds["rollout"],
+        "bare_tokens_per_s": speeds["bare"],
         "ratio": median(ratios),
         "ratios": ratios,
+        "cpu_ratio": median(cpu_ratios),
+        "cpu_ratios": cpu_ratios,
     }
-
-
-def with_kv_cache(config: Config, gigabytes: float) -> Config:
-    """The same config for an engine with so much memory for keys and values."""
-    return replace(config, rollout=replace(config.rollout, cpu_kv_cache_gb=gigabytes))

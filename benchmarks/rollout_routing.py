@@ -48,9 +48,7 @@ class CachingServer:
         return max((end for end in ends if tuple(token_ids[:end]) in self._blocks), default=0)
 
     def _compute(self, token_ids: Sequence[int]) -> None:
-        self._blocks |= {
-            tuple(token_ids[:end]) for end in range(BLOCK, len(token_ids) + 1, BLOCK)
-        }
+        self._blocks |= {tuple(token_ids[:end]) for end in range(BLOCK, len(token_ids) + 1, BLOCK)}
 
 
 async def converse(

@@ -261,11 +261,11 @@ def _load_template(given: str | None, own: str | dict[str, str] | None) -> str |
 
 
 def _codec(tokenizer: Any) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
-    """`encode` and `decode` of a tokenizer, with every special token that the text shows and no other.
+    """A tokenizer's `encode` and `decode`, both with just the special tokens that are in the text.
 
     Straight to tokenizers' Rust where that is all that transformers would do: a third of the time.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     methods = type(tokenizer).encode, type(tokenizer).decode
     own = any(m.__module__ != "transformers.tokenization_utils_base" for m in methods)
     if own or not hasattr(backend, "encode_batch_fast"):

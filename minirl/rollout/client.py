@@ -10,7 +10,6 @@ from minirl.rollout.server import EngineLostError
 from minirl.types import TokenOutput
 from minirl.waits import WAITS
 
-
 JOIN = 16
 """Conversations more than elsewhere for which one still begins where its prompt is cached: about so
 many more an engine decodes at the price of one, and as many are the samples of most groups."""
@@ -58,8 +57,8 @@ class RoutingStats:
 class AsyncLLMServerManager:
     """Sends the first turn of a conversation to the least loaded server, later ones to the same.
 
-    A conversation that begins with the prompt of an earlier one, as the samples of a group do, joins
-    it unless that server has the load of JOIN conversations more than another.
+    A conversation that begins with the prompt of another, as the samples of a group do, joins it
+    unless that server has the load of JOIN conversations more than the least loaded one.
 
     Load is counted in tokens in flight (prompt + what may be generated). A conversation leaves its
     server, whose prefix cache holds it, only when that carries more than `sticky_imbalance` times
