@@ -386,6 +386,33 @@ def test_an_observation_is_what_others_say(messages):
         builder("hermes").observation(messages)
 
 
+class Shouting(PreTrainedTokenizerFast):
+    def encode(self, text, **options):
+        return super().encode(text.upper(), **options)
+
+
+@given(text=st.text(max_size=60))
+@settings(max_examples=50, deadline=None)
+@pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, Shouting])
+def test_tokens_are_those_of_the_tokenizer(kind, text):
+    """Also where its class has an `encode` of its own."""
+    base = tokenizer_for("hermes")
+    tokenizer = kind(tokenizer_object=base.backend_tokenizer, eos_token=base.eos_token)
+    chat = ChatBuilder(tokenizer, chat_template=MINIMAL)
+    text = f"<|im_start|>{text}<tool_call>"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert chat.encode(text) == ids
+    assert chat.decode(ids) == tokenizer.decode(ids)
+
+
+def test_a_list_of_tokens_is_its_callers_own():
+    chat, messages = builder("hermes"), [{"role": "user", "content": "Hi"}]
+    first = chat.prompt(messages)
+    expected = list(first)
+    first.append(0)
+    assert chat.prompt(messages) == expected
+
+
 def test_threads_get_the_same_tokens():
     chat = ChatBuilder(tokenizer_for("qwen25"))
     observations = [[tool(f"{i} " * (i % 7)), tool("é" * i)] for i in range(60)]

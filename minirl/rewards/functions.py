@@ -78,11 +78,14 @@ def _by_data_source(options: Mapping[str, Any]) -> RewardFunction:
     for key in options.keys() - known:
         raise ConfigError(f"reward.reward_kwargs.{key}: no such option{nearest(key, known)}")
 
+    scorers: dict[str, Callable[..., Score]] = {}
+
     async def score(
         data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
     ) -> Score:
-        function = SCORERS.build(data_source, options)
-        return function(data_source, solution_str, ground_truth, extra_info)
+        if data_source not in scorers:
+            scorers[data_source] = SCORERS.build(data_source, options)
+        return scorers[data_source](data_source, solution_str, ground_truth, extra_info)
 
     return score
 

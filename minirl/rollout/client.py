@@ -11,6 +11,10 @@ from minirl.rollout.server import EngineLostError
 from minirl.types import TokenOutput
 from minirl.waits import WAITS
 
+JOIN = 16
+"""Conversations more than elsewhere for which one still begins where its prompt is cached: about so
+many more an engine decodes at the price of one, and as many are the samples of most groups."""
+
 
 class Generator(Protocol):
     """What routing needs of a server."""
@@ -54,6 +58,9 @@ class RoutingStats:
 class AsyncLLMServerManager:
     """Sends the first turn of a conversation to the least loaded server, later ones to the same.
 
+    A conversation that begins with the prompt of another, as the samples of a group do, joins it
+    unless that server has the load of JOIN conversations more than the least loaded one.
+
     Load is counted in tokens in flight (prompt + what may be generated). A conversation leaves its
     server, whose prefix cache holds it, only when that carries more than `sticky_imbalance` times
     the load of the least loaded one. A server that is lost is taken out and its loss is raised.
@@ -73,6 +80,8 @@ class AsyncLLMServerManager:
         self._servers = dict(enumerate(servers))
         self._load = dict.fromkeys(self._servers, 0)
         self._sessions: OrderedDict[str, int] = OrderedDict()
+        self._homes: dict[int, int] = {}
+        """By hash of a first prompt, the server that has it in its prefix cache."""
         self._max_sessions = max_sticky_sessions
         self._imbalance = sticky_imbalance
         # the server that a conversation was last given to
@@ -85,7 +94,7 @@ class AsyncLLMServerManager:
     ) -> TokenOutput:
         """One turn of the conversation `request_id`."""
         tokens = len(prompt_ids) + sampling_params.get("max_tokens", 0)
-        index = self._route(request_id, tokens)
+        index = self._route(request_id, prompt_ids, tokens)
         self._load[index] += tokens
         start = time.perf_counter()
         try:
@@ -101,26 +110,43 @@ class AsyncLLMServerManager:
         self._count(index, len(prompt_ids), output)
         return replace(output, server=index, start=start, end=time.perf_counter())
 
-    def _route(self, request_id: str, tokens: int) -> int:
+    def forget_conversations(self) -> None:
+        """None of them goes on."""
+        self._sessions.clear()
+        self._homes.clear()
+
+    def _route(self, request_id: str, prompt_ids: list[int], tokens: int) -> int:
         if not self._servers:
             raise EngineLostError("no inference server is left")
-        least = self._least_loaded()
-        index = self._sessions.get(request_id, least)
-        overload = self._imbalance * max(self._load[least], tokens)
-        if index not in self._servers or self._load[index] > overload:
-            self.stats.num_moves += index != least
-            index = least
-        if request_id not in self._sessions:
-            self._last = index
+        if request_id in self._sessions:
+            index = self._stay_or_move(self._sessions[request_id], tokens)
+        else:
+            prompt = hash(tuple(prompt_ids))
+            index = self._least_loaded(self._homes.get(prompt), JOIN * tokens)
+            self._last = self._homes[prompt] = index
         self._sessions[request_id] = index
         self._sessions.move_to_end(request_id)
         if len(self._sessions) > self._max_sessions:
             self._sessions.popitem(last=False)
         return index
 
-    def _least_loaded(self) -> int:
-        """Ties go round robin: to the next one after the server that got the last conversation."""
-        return min(self._servers, key=lambda i: (self._load[i], i <= self._last, i))
+    def _stay_or_move(self, index: int, tokens: int) -> int:
+        least = self._least_loaded()
+        overload = self._imbalance * max(self._load[least], tokens)
+        if index in self._servers and self._load[index] <= overload:
+            return index
+        self.stats.num_moves += index in self._servers
+        return least
+
+    def _least_loaded(self, home: int | None = None, bonus: int = 0) -> int:
+        """The server with the least load, of which `home` may have `bonus` more than others.
+
+        Ties go round robin: to the next one after the server that got the last conversation.
+        """
+        return min(
+            self._servers,
+            key=lambda i: (self._load[i] - bonus * (i == home), i <= self._last, i),
+        )
 
     def _count(self, index: int, num_prompt_tokens: int, output: TokenOutput) -> None:
         stats = self.stats

@@ -57,7 +57,7 @@ class AgentLoopManager:
         seconds = time.perf_counter() - started
         trajectories = [trajectory for task in running for trajectory in task.result()]
         busy = [(await server.stats()).busy_s for server in self._servers]
-        self.metrics = _rollout_metrics(await self._workers.stats(), seconds, max(lag))
+        self.metrics = _rollout_metrics(await self._workers.end(), seconds, max(lag))
         self.metrics["rollout/engine_busy_fraction"] = (sum(busy) - sum(busy_before)) / (
             seconds * len(busy)
         )

@@ -19,11 +19,11 @@ from typing import Any, ClassVar, Self
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from minirl.agent_loop import ServerError
 from minirl.config import Config
 from minirl.registry import Registry
+from minirl.rollout.sockets import MessageSocket
 from minirl.rollout.wire import decode_extension, encode_number
 from minirl.types import TokenOutput
 from minirl.waits import WAITS
@@ -204,23 +204,26 @@ class ServerService:
 
     async def serve(self) -> None:
         """Answer until cancelled."""
-        socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        _unlimited(socket)
-        socket.bind(self.address)
+        socket = MessageSocket.make(zmq.ROUTER)
+        socket.zmq.bind(self.address)
         decoder = msgspec.msgpack.Decoder(Call, ext_hook=decode_extension)
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    caller, body = await socket.recv_multipart()
-                    call = decoder.decode(body)
-                    if call.method in (CANCEL, FORGET):
-                        self._cancel(caller, call)
-                        continue
-                    task = tasks.create_task(self._answer(socket, caller, call))
-                    self._running[caller, call.id] = task
-                    task.add_done_callback(partial(self._ended, (caller, call.id)))
+                    for caller, body in await socket.receive():
+                        self._begin(tasks, socket, caller, decoder.decode(body))
         finally:
-            socket.close(linger=0)
+            socket.close()
+
+    def _begin(
+        self, tasks: asyncio.TaskGroup, socket: MessageSocket, caller: bytes, call: Call
+    ) -> None:
+        if call.method in (CANCEL, FORGET):
+            self._cancel(caller, call)
+            return
+        task = tasks.create_task(self._answer(socket, caller, call))
+        self._running[caller, call.id] = task
+        task.add_done_callback(partial(self._ended, (caller, call.id)))
 
     def _ended(self, key: tuple[bytes, int], task: "asyncio.Task[None]") -> None:
         del self._running[key]
@@ -232,9 +235,9 @@ class ServerService:
             if call.method == FORGET and key[0] == call.arguments["caller"]:
                 task.cancel()
 
-    async def _answer(self, socket: zmq.asyncio.Socket, caller: bytes, call: Call) -> None:
+    async def _answer(self, socket: MessageSocket, caller: bytes, call: Call) -> None:
         reply = await self._run(call)
-        await socket.send_multipart([caller, msgspec.msgpack.encode(reply)])
+        socket.send(caller, msgspec.msgpack.encode(reply))
 
     async def _run(self, call: Call) -> Reply:
         """The boundary where a failure becomes a message to whoever asked."""
@@ -271,12 +274,12 @@ class ServerClient:
         """Why the connection ended."""
 
     async def __aenter__(self) -> Self:
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        _unlimited(self._socket)
+        self._socket = MessageSocket.make(zmq.DEALER)
         if self._caller:
-            self._socket.setsockopt(zmq.IDENTITY, self._caller)
-        self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(self.address)
+            self._socket.zmq.setsockopt(zmq.IDENTITY, self._caller)
+        events = self._socket.zmq.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._events = MessageSocket(events)
+        self._socket.zmq.connect(self.address)
         self._connection = asyncio.create_task(self._receive())
         self._connection.add_done_callback(self._fail_pending)
         return self
@@ -284,8 +287,9 @@ class ServerClient:
     async def __aexit__(self, *exc: object) -> None:
         self._connection.cancel()
         await asyncio.wait([self._connection])
-        self._socket.disable_monitor()
-        self._socket.close(linger=100)  # milliseconds, for an abort that is still on its way
+        self._socket.zmq.disable_monitor()
+        self._events.close()
+        self._socket.close(linger_ms=100)  # for an abort that is still on its way
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str
@@ -329,22 +333,23 @@ class ServerClient:
         return msgspec.msgpack.decode(reply.result, type=returns, ext_hook=decode_extension)
 
     async def _send(self, call: Call) -> None:
-        await self._socket.send(msgspec.msgpack.encode(call))
+        self._socket.send(msgspec.msgpack.encode(call))
 
     async def _receive(self) -> None:
         """Hand out replies until the other side is gone."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._hand_out())
-            await self._events.recv_multipart()
+            await self._events.receive()
             raise self.lost_error("the process that serves it is gone")
 
     async def _hand_out(self) -> None:
         decoder = msgspec.msgpack.Decoder(Reply)
         while True:
-            reply = decoder.decode(await self._socket.recv())
-            answer = self._pending.get(reply.id)
-            if answer is not None and not answer.done():  # else its caller was cancelled
-                answer.set_result(reply)
+            for (body,) in await self._socket.receive():
+                reply = decoder.decode(body)
+                answer = self._pending.get(reply.id)
+                if answer is not None and not answer.done():  # else its caller was cancelled
+                    answer.set_result(reply)
 
     def _fail_pending(self, connection: "asyncio.Task[None]") -> None:
         group = None if connection.cancelled() else connection.exception()
@@ -359,9 +364,3 @@ def _first_cause(error: Exception) -> Exception:
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _unlimited(socket: zmq.asyncio.Socket) -> None:
-    """No high-water mark: a ROUTER silently drops what does not fit under it."""
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)

@@ -15,6 +15,7 @@ from minirl.agent_loop import (
     record_failure,
     run_agent_loop,
 )
+from minirl.agent_loop.base import off_loop
 from minirl.config import RolloutConfig
 from minirl.openai.endpoint import POLICY
 from minirl.rewards import RewardManager
@@ -59,8 +60,8 @@ class Workers(Protocol):
         """See AgentLoopWorker.run."""
         ...
 
-    async def stats(self) -> WorkerStats:
-        """Since `begin`."""
+    async def end(self) -> WorkerStats:
+        """All have been run: forget them, and say what was done since `begin`."""
         ...
 
 
@@ -124,7 +125,8 @@ class AgentLoopWorker:
         last = trajectories[-1]
         started = time.perf_counter()
         if last.reward is None and any(t.num_turns for t in trajectories):
-            solution = await asyncio.to_thread(self._context.chat.decode, last.response_ids)
+            decode = self._context.chat.decode
+            solution = await off_loop(len(last.response_ids), decode, last.response_ids)
             try:
                 with WAITS.on("reward"):
                     await self._reward_manager(last, row, solution)
@@ -159,8 +161,9 @@ class LocalWorker:
         """See Workers."""
         return await self._pace.run(self._worker.run(request))
 
-    async def stats(self) -> WorkerStats:
+    async def end(self) -> WorkerStats:
         """See Workers; the lag of this process's loop is the manager's to measure."""
+        self._router.forget_conversations()
         return WorkerStats(routing=self._router.stats)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from minirl.agent_loop import ServerError
 from minirl.config import Config
+from minirl.rollout.client import JOIN
 from minirl.rollout.processes import main_module_stays_here
 from minirl.rollout.server import CANCEL, FORGET, Call, ServerClient
 from minirl.rollout.wire import to_wire
@@ -121,6 +122,8 @@ class WorkerPool:
         self._change = asyncio.Event()  # set when a slot has got its worker
         self._deaths: deque[float] = deque()
         self._num_restarts = 0
+        self._homes: dict[str, Slot] = {}
+        """By uid of a prompt, where its last sample was begun."""
 
     async def begin(self, num_requests: int) -> None:
         """See Workers."""
@@ -129,7 +132,8 @@ class WorkerPool:
     async def run(self, request: SampleRequest) -> list[Trajectory]:
         """See Workers."""
         for _ in range(1 + MAX_DEATHS):
-            slot, client = await self._least_busy()
+            slot, client = await self._least_busy(request.row["uid"])
+            self._homes[request.row["uid"]] = slot
             slot.num_running += 1
             try:
                 return await client.run(request)
@@ -143,10 +147,11 @@ class WorkerPool:
             f"{1 + MAX_DEATHS} agent-loop workers that ran it died; see {slot.log_file}"
         )
 
-    async def stats(self) -> WorkerStats:
+    async def end(self) -> WorkerStats:
         """See Workers. What a worker had counted is lost when it dies."""
+        self._homes.clear()
         total = WorkerStats(num_restarts=self._num_restarts)
-        for stats in await self._ask_all("stats", WorkerStats):
+        for stats in await self._ask_all("end", WorkerStats):
             total.routing.add(stats.routing)
             total.loop_lag_max_s = max(total.loop_lag_max_s, stats.loop_lag_max_s)
         return total
@@ -224,11 +229,14 @@ class WorkerPool:
             )
         logger.warning("%s; it is started again, and so are its requests", reason)
 
-    async def _least_busy(self) -> tuple[Slot, WorkerClient]:
+    async def _least_busy(self, uid: str) -> tuple[Slot, WorkerClient]:
+        """The one that runs the fewest, or has the other samples of the prompt: a router joins them
+        only where it knows of them."""
         while True:
             ready = [(slot, slot.client) for slot in self.slots if slot.client]
             if ready:
-                return min(ready, key=lambda pair: pair[0].num_running)
+                home = self._homes.get(uid)
+                return min(ready, key=lambda pair: pair[0].num_running - JOIN * (pair[0] is home))
             with WAITS.on("any agent-loop worker to start again"):
                 await self._wait_for_change()
 

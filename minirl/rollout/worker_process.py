@@ -5,6 +5,7 @@ loop and its own connections to the engines, and runs AgentLoopWorker unchanged.
 """
 
 import asyncio
+import gc
 import importlib
 import logging
 import os
@@ -28,7 +29,7 @@ from minirl.rollout.worker import LocalWorker, SampleRequest, WorkerStats, loop_
 from minirl.types import Trajectory
 from minirl.waits import WAITS
 
-METHODS = ("begin", "run", "stats", "news")
+METHODS = ("begin", "run", "end", "news")
 CLOSE_S = 5.0
 """For tools to be closed in order; then the process is killed."""
 
@@ -96,9 +97,9 @@ class ServedWorker:
             for t in trajectories
         ]
 
-    async def stats(self) -> WorkerStats:
-        """Since `begin`."""
-        return replace(await self._worker.stats(), loop_lag_max_s=max(self._lag))
+    async def end(self) -> WorkerStats:
+        """See Workers."""
+        return replace(await self._worker.end(), loop_lag_max_s=max(self._lag))
 
     async def news(self) -> list[tuple[int, str]]:
         """Warnings and errors; that it answers at all says that its event loop is free."""
@@ -128,6 +129,7 @@ async def _serve(spec: WorkerSpec, news: News) -> None:
         worker = LocalWorker(loops, router, pace)
         stack.enter_context(WAITS.explained(config.rollout.stall_warning_s))
         lag = await stack.enter_async_context(loop_lag())
+        gc.freeze()  # see open_run
         service = ServerService(ServedWorker(worker, lag, news), spec.address, METHODS)
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(service.serve())

@@ -79,7 +79,7 @@ class ToolSession:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        failures = await _uncancelled(self._release_all())
+        failures = await _uncancelled(self._release_all()) if self._instances else []
         if failures and error is None:
             raise failures[0]
 

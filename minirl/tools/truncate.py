@@ -23,6 +23,8 @@ def split_kept(token_ids: list[int], keep: int, side: Side) -> tuple[list[int], 
 
 def truncate_text(tokenizer: Any, text: str, limit: int, side: Side) -> str:
     """`text` in at most `limit` tokens; a marker stands where `side` was cut away."""
+    if text.isascii() and len(text) < limit:  # no token is shorter than a character
+        return text
     token_ids = _encode_ends(tokenizer, text, limit)
     if len(token_ids) <= limit:
         return text

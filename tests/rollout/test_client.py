@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from minirl.rollout.client import AsyncLLMServerManager
+from minirl.rollout.client import JOIN, AsyncLLMServerManager
 from minirl.rollout.server import EngineLostError
 from minirl.types import TokenOutput
 
@@ -45,11 +45,14 @@ class Setting:
         )
         self.calls: list[asyncio.Task[TokenOutput]] = []
 
-    async def ask(self, name: str, num_tokens: int = 10, max_tokens: int = 0) -> int:
-        """Begin a turn; the server that got it."""
+    async def ask(
+        self, name: str, num_tokens: int = 10, max_tokens: int = 0, prompt: bytes = b""
+    ) -> int:
+        """Begin a turn, with a prompt of the conversation's own unless given; the server."""
         before = [len(server.request_ids) for server in self.servers]
+        prompt_ids = (list(prompt or name.encode()) * num_tokens)[:num_tokens]
         work = self.router.generate(
-            name, prompt_ids=[0] * num_tokens, sampling_params={"max_tokens": max_tokens}
+            name, prompt_ids=prompt_ids, sampling_params={"max_tokens": max_tokens}
         )
         self.calls.append(asyncio.create_task(work))
         await asyncio.sleep(0)
@@ -63,7 +66,7 @@ class Setting:
         await asyncio.gather(*self.calls)
         self.calls.clear()
 
-    async def turn(self, name: str, **kwargs: int) -> int:
+    async def turn(self, name: str, **kwargs: Any) -> int:
         """A whole turn."""
         index = await self.ask(name, **kwargs)
         await self.answer_all()
@@ -102,6 +105,39 @@ async def test_ties_go_round_robin(turns: int) -> None:
         for _ in range(turns - 1):
             assert await s.turn(str(conversation)) == servers[-1]
     assert servers == [0, 1, 2, 0, 1, 2, 0]
+
+
+async def test_samples_of_a_prompt_begin_on_the_same_server() -> None:
+    s = Setting(2)
+    servers = [await s.ask(f"{i}/{k}", prompt=b"prompt %d" % i) for i in range(4) for k in range(8)]
+    assert servers == [0] * 8 + [1] * 8 + [0] * 8 + [1] * 8
+    await s.answer_all()
+
+
+async def test_a_large_group_is_shared_out_over_the_servers() -> None:
+    s = Setting(2)
+    servers = [await s.ask(str(k), max_tokens=90, prompt=b"p") for k in range(4 * JOIN)]
+    assert servers[: JOIN + 1] == [0] * JOIN + [1]
+    assert abs(servers.count(0) - servers.count(1)) <= JOIN
+    await s.answer_all()
+
+
+async def test_a_prompt_whose_server_is_lost_begins_elsewhere() -> None:
+    s = Setting(2)
+    assert [await s.ask("a", prompt=b"p"), await s.ask("b", prompt=b"q")] == [0, 1]
+    s.servers[0].held["a#0"].set_exception(EngineLostError("engine 0: it died"))
+    with pytest.raises(EngineLostError):
+        await s.calls.pop(0)
+    assert await s.ask("c", prompt=b"p") == 1
+    await s.answer_all()
+
+
+async def test_conversations_are_forgotten() -> None:
+    s = Setting(2)
+    assert [await s.turn("a", prompt=b"p"), await s.turn("b", prompt=b"q")] == [0, 1]
+    s.router.forget_conversations()
+    assert [await s.turn("b", prompt=b"q"), await s.turn("a", prompt=b"p")] == [0, 1]
+    assert s.router.stats.num_moves == 0
 
 
 async def test_later_turns_stay_where_the_prefix_cache_is() -> None:

@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -11,16 +12,17 @@ from typing import Any, ClassVar
 import pytest
 from scripted_engine import ScriptedEngine, serving
 
-from minirl.agent_loop import AgentLoopBase, register
+from minirl.agent_loop import AgentLoopBase, ServerError, register
 from minirl.rewards import load_reward_manager
 from minirl.rollout.client import AsyncLLMServerManager
 from minirl.rollout.manager import AgentLoopManager, TooManyFailuresError, groups_for_training
 from minirl.rollout.modes import MODES
-from minirl.rollout.server import EngineLostError, ServerClient
+from minirl.rollout.server import EngineLostError, ServerClient, ServerService
 from minirl.rollout.worker import AgentLoopWorker, LocalWorker
 from minirl.testing import ScriptedServer, byte_tokenizer, make_context
 from minirl.tools import BaseTool, ToolResponse
 from minirl.tools.calculator import CalculatorTool
+from minirl.tools.session import ToolSession
 from minirl.types import Trajectory
 from minirl.waits import WAITS
 
@@ -35,6 +37,7 @@ class Rollout:
     manager: AgentLoopManager
     engine: ScriptedEngine
     client: ServerClient
+    router: AsyncLLMServerManager
 
     @property
     def requests(self):
@@ -67,7 +70,7 @@ class Opener:
             )
             workers = LocalWorker(worker, router, pace)
             manager = AgentLoopManager(config, workers, [client])
-            yield Rollout(manager, engine, client)
+            yield Rollout(manager, engine, client, router)
 
 
 @pytest.fixture
@@ -699,3 +702,38 @@ async def test_a_trajectory_knows_when_and_where_everything_happened(open_rollou
     ]  # fmt: skip
     assert times == sorted(times, key=float)
     assert [turn.server for turn in trajectory.turns] == [0, 0]
+
+
+@pytest.mark.parametrize("num_failing", [0, 5])
+async def test_nothing_of_a_rollout_is_left(open_rollout: Opener, num_failing: int) -> None:
+    def reply(request_id: str, turn: int, prompt_ids: list[int]) -> str:
+        call = '{"name": "calculator", "arguments": {"expression": "1 + 1"}}'
+        if turn < 2:
+            return f"<tool_call>\n{call}\n</tool_call>"
+        if int(question(prompt_ids)) < num_failing:
+            raise ZeroDivisionError("of the script")
+        return "#### 2"
+
+    async def roll_out(rollout: Rollout) -> None:
+        rows = prompts(20, agent_name="tool_agent")
+        if num_failing:
+            with pytest.raises(ExceptionGroup) as caught:
+                await rollout.manager.generate_sequences(rows, step=1)
+            assert caught.group_contains(ServerError, match="of the script")
+        else:
+            trajectories = await rollout.manager.generate_sequences(rows, step=1)
+            assert [t.num_turns for t in trajectories] == [3] * 60
+            assert not rollout.router._sessions and not rollout.router._homes
+
+    async with open_rollout(reply, "rollout.n=3", tools=[CalculatorTool({})]) as rollout:
+        await roll_out(rollout)
+        while (await rollout.client.stats()).num_running:  # what was aborted
+            pass
+        [service] = living(ServerService, AgentLoopBase, ToolSession, Trajectory)
+        assert WAITS.report(0.0) == "" and rollout.client._pending == {}
+        assert service._running == {} and set(rollout.router._load.values()) == {0}
+
+
+def living(*kinds: type) -> list[Any]:
+    gc.collect()
+    return [found for found in gc.get_objects() if issubclass(type(found), kinds)]

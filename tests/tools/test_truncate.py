@@ -58,3 +58,9 @@ def test_the_limit_holds_and_short_texts_are_left_alone(text, limit, side):
     assert cut == text if length <= limit else cut != text
     if length > limit > len(MARKERS[side]):
         assert MARKERS[side] in cut
+
+
+def test_a_text_that_is_short_in_any_case_is_not_tokenized():
+    assert truncate_text(None, "abc", 4, "middle") == "abc"
+    with pytest.raises(AttributeError):
+        truncate_text(None, "äbc", 4, "middle")
