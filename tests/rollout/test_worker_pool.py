@@ -284,7 +284,7 @@ async def cancellation(rollout: Rollout) -> None:
 
 
 def kill(rollout: Rollout, index: int) -> None:
-    [pid] = processes(rollout.pool.slots[index].log_file.name)
+    [pid] = processes(str(rollout.pool.slots[index].log_file))
     os.kill(pid, signal.SIGKILL)
 
 
