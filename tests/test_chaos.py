@@ -293,6 +293,6 @@ def slot_of(process: psutil.Process) -> str:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -77,7 +77,7 @@ def config(tmp_path: Path) -> Config:
                 "data.max_prompt_length=640",
                 "rollout.response_length=512",
                 "rollout.n=4",
-                "rollout.trace=-1",
+                "rollout.trace.max_samples_per_step=-1",
             ),
             *("rollout.multi_turn.max_tokens_per_turn=128", "rollout.name=transformers"),
             f"rollout.temperature={TEMPERATURE}",

@@ -274,7 +274,7 @@ async def test_cancellation_releases_tools_and_aborts_requests(open_rollout: Ope
         work = asyncio.create_task(
             rollout.manager.generate_sequences(prompts(6, agent_name="tool_agent"), step=1)
         )
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while (await rollout.client.stats()).num_running < 3 or len(tool.held) < 6:
                 pass  # three of them come to wait for the engine, three for their tool
         work.cancel()
@@ -475,7 +475,7 @@ async def test_a_dead_engine_ends_the_rollout(open_rollout: Opener) -> None:
 
     async with open_rollout(reply, "rollout.on_failure=retry") as rollout:
         with pytest.raises(ExceptionGroup) as caught:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 await rollout.manager.generate_sequences(prompts(6), step=1)
     [error] = caught.value.exceptions
     assert isinstance(error, EngineLostError) and str(error) == "engine 0: the engine died"

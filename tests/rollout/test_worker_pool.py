@@ -162,7 +162,7 @@ def _stderr_of(folder: Path) -> str:
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(180):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
@@ -239,6 +239,7 @@ async def test_killed_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker_pool, "MAX_DEATHS", 2)
+    monkeypatch.setattr(worker_pool, "DEATHS_WINDOW_S", 3600.0)
     with pytest.raises(ExceptionGroup) as caught:
         async with open_rollout(project, 2) as rollout:
             await in_the_middle(rollout, rolled_out[0][0], lambda: kill(rollout, 0))
@@ -247,10 +248,10 @@ async def test_killed_workers(
             await cancellation(rollout)
             await rollout.pool.ready()
             kill(rollout, 0), kill(rollout, 1)
-            await asyncio.sleep(60)
+            await asyncio.sleep(180)
     cause = worker_pool.WorkerLostError
     assert caught.group_contains(
-        cause, match=r"3 deaths of workers within 60 s are too many; see .*\.log"
+        cause, match=r"3 deaths of workers within 3600 s are too many; see .*\.log"
     )
     assert processes(str(project)) == []
 
@@ -362,7 +363,7 @@ def test_no_process_outlives_a_parent_that_was_killed(project: Path) -> None:
     assert len(in_session()) >= 4  # and what imports for them
     script.kill()
     script.wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while in_session() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert in_session() == []

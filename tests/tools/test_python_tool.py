@@ -73,7 +73,7 @@ def alive(marker):
 
 
 async def until(condition):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - of other processes: there is no event
             await asyncio.sleep(0.01)
 
