@@ -108,8 +108,8 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
         sync = WeightSync(config, world, server, on_trainer, policy.vocab_size)
         after_engine.push_async_callback(sync.close)  # the workers hold its buffer until they end
         manager = await _connect(config, inputs, addresses, stack) if inputs else None
-        # The garbage collector need not look again and again at what stays until the end, half a
-        # second of all conversations' time for the modules alone.
+        # The garbage collector need not look again and again at what stays until the end: for the
+        # modules alone that would stop all conversations for 0.2 s each time.
         gc.freeze()
         yield Run(
             config=config,
