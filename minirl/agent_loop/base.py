@@ -7,6 +7,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,6 @@ from minirl.types import Termination, TokenOutput, Trajectory
 if TYPE_CHECKING:
     from minirl.agent_loop.interaction import Interaction
     from minirl.chat import ChatBuilder
-    from minirl.openai.endpoint import PolicyEndpoint
 
 AgentLoopOutput = Trajectory
 """What an agent loop returns."""
@@ -50,6 +50,14 @@ class Server(Protocol):
         ...
 
 
+class Endpoint(Protocol):
+    """The policy for whoever speaks OpenAI's protocol: minirl.openai.endpoint.PolicyEndpoint."""
+
+    async def access(self, trajectory: str = "") -> Any: ...
+    def serving(self, conversation: Any) -> AbstractAsyncContextManager[Any]: ...
+    async def aclose(self) -> None: ...
+
+
 @dataclass(kw_only=True)
 class AgentLoopContext:
     """What all agent loops of a run share; ConfigError when a setting names what does not exist."""
@@ -63,7 +71,7 @@ class AgentLoopContext:
     """From rollout.agent.agent_loop_config_path, beside the registered ones."""
     interactions: "Mapping[str, Interaction]" = field(default_factory=dict)
     """From rollout.multi_turn.interaction_config_path."""
-    endpoint: "PolicyEndpoint" = field(init=False)
+    endpoint: "Endpoint" = field(init=False)
     """The policy for whoever speaks OpenAI's protocol; set by what makes the context."""
     parser: ToolParser = field(init=False)
     stop_when: re.Pattern[str] | None = field(init=False)

@@ -13,13 +13,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from minirl.agent_loop.base import AgentLoopContext
+from minirl.agent_loop.base import AgentLoopContext, Endpoint
 from minirl.openai.conversation import Conversation
 
 if TYPE_CHECKING:
     from minirl.openai.service import OpenAIService
 
-POLICY: "ContextVar[PolicyEndpoint]" = ContextVar("policy endpoint")
+POLICY: "ContextVar[Endpoint]" = ContextVar("policy endpoint")
 """Of the running conversation, for reward functions that ask the policy."""
 
 
