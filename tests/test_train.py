@@ -137,8 +137,9 @@ class Training:
 
 
 def abandoned_memory() -> set[str]:
-    """Names of shared memory that no process has mapped."""
-    names = set(os.listdir("/dev/shm"))
+    """Names of shared memory that no process has mapped. Semaphores do not count: they are mapped
+    under another name than they get."""
+    names = {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             names -= {Path(m.path).name for m in process.memory_maps() if "/dev/shm/" in m.path}
