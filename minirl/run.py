@@ -111,6 +111,7 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
         # The garbage collector need not look again and again at what stays until the end: for the
         # modules alone that would stop all conversations for 0.2 s each time.
         gc.freeze()
+        stack.callback(gc.unfreeze)
         yield Run(
             config=config,
             world=world,

@@ -130,6 +130,7 @@ async def _serve(spec: WorkerSpec, news: News) -> None:
         stack.enter_context(WAITS.explained(config.rollout.stall_warning_s))
         lag = await stack.enter_async_context(loop_lag())
         gc.freeze()  # see open_run
+        stack.callback(gc.unfreeze)
         service = ServerService(ServedWorker(worker, lag, news), spec.address, METHODS)
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(service.serve())
