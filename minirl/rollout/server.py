@@ -74,6 +74,14 @@ class ServerStats(msgspec.Struct, kw_only=True):
     busy_s: float = 0.0
     """Seconds in which at least one request was in the engine."""
 
+    def count(self, num_prompt_tokens: int, output: TokenOutput) -> None:
+        """Add a request that has ended."""
+        self.num_requests += 1
+        self.prompt_tokens += num_prompt_tokens
+        self.cached_tokens += output.num_cached_tokens
+        self.generated_tokens += len(output.token_ids)
+        self.num_preempted += output.num_preempted
+
 
 class AsyncServerBase(ABC):
     """One inference server. `async with` starts and ends it.

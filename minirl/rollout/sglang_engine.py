@@ -149,15 +149,8 @@ class HostedEngine:
             stats.num_running -= 1
             if not stats.num_running:
                 stats.busy_s += time.perf_counter() - self._busy_since
-        return self._count(to_token_output(answer, stats.weight_version), len(prompt_ids))
-
-    def _count(self, output: TokenOutput, num_prompt_tokens: int) -> TokenOutput:
-        stats = self._stats
-        stats.num_requests += 1
-        stats.prompt_tokens += num_prompt_tokens
-        stats.cached_tokens += output.num_cached_tokens
-        stats.generated_tokens += len(output.token_ids)
-        stats.num_preempted += output.num_preempted
+        output = to_token_output(answer, stats.weight_version)
+        stats.count(len(prompt_ids), output)
         return output
 
     async def abort(self, request_id: str) -> None:

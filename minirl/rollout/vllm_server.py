@@ -169,7 +169,9 @@ class VLLMServer(AsyncServerBase):
             self._stats.num_running -= 1
             if not self._stats.num_running:
                 self._stats.busy_s += time.perf_counter() - self._busy_since
-        return self._count(self._to_tokens(final), len(prompt_ids))
+        output = self._to_tokens(final)
+        self._stats.count(len(prompt_ids), output)
+        return output
 
     async def _final_output(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str
@@ -208,15 +210,6 @@ class VLLMServer(AsyncServerBase):
             num_preempted=getattr(final.metrics, "num_preemptions", 0),  # not in vLLM 0.25
             weight_version=self._version,
         )
-
-    def _count(self, output: TokenOutput, num_prompt_tokens: int) -> TokenOutput:
-        stats = self._stats
-        stats.num_requests += 1
-        stats.prompt_tokens += num_prompt_tokens
-        stats.cached_tokens += output.num_cached_tokens
-        stats.generated_tokens += len(output.token_ids)
-        stats.num_preempted += output.num_preempted
-        return output
 
     async def abort(self, request_id: str) -> None:
         """See AsyncServerBase."""
