@@ -243,6 +243,7 @@ class MlflowProcess:
         self._process.kill()
         self._process.wait()
         self._thread.join()
+        self._count_lost()  # what was sent while the thread was ending
         assert self._process.stdout
         self._process.stdout.close()
 
