@@ -12,9 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Self
+
+import msgspec
 
 from minirl import mlflow_writer
 from minirl.config import Config, ConfigError
@@ -172,7 +174,9 @@ def trajectory_row(
     `observation` that followed it. `start_s` and `end_s`, of the conversation and of each turn,
     tool call and reward, are null where nobody measured them.
     """
-    row = asdict(trajectory)
+    row = {field.name: getattr(trajectory, field.name) for field in fields(trajectory)}
+    for name in ("turns", "tool_calls", "rewards"):
+        row[name] = [msgspec.structs.asdict(record) for record in row[name]]
     for part in (row, *row["turns"], *row["tool_calls"], *row["rewards"]):
         start, end, seconds = part.pop("start"), part.pop("end", None), part.get("seconds", 0.0)
         end = start + seconds if end is None and start is not None else end

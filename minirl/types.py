@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -28,8 +29,7 @@ GREEDY = -1
 """`sample_index` of the greedy rollout that `remax` compares with; it does not train."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenOutput:
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine sampled for one turn."""
 
     token_ids: list[int]
@@ -46,8 +46,7 @@ class TokenOutput:
     end: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnRecord:
+class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One turn of the policy as it happened, for traces.
 
     Times here and in the other records are seconds of `time.perf_counter()`, whose zero all
@@ -62,8 +61,7 @@ class TurnRecord:
     end: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardRecord:
+class RewardRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One part of the reward and when it was computed."""
 
     name: str
@@ -74,8 +72,7 @@ class RewardRecord:
     end: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCallRecord:
+class ToolCallRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One tool call as it happened, for traces and metrics."""
 
     turn: int

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
 
@@ -20,19 +19,43 @@ NUM_NAMED = 3  # conversations of each kind of wait that a report names
 NUM_FRAMES = 8  # of what blocks an event loop
 
 
-@dataclass(eq=False, slots=True)
-class Wait:
-    """One wait that has not ended."""
+class Blocking:
+    """What stops the event loop while inside; may be entered again and again."""
 
-    what: str
-    level: int
-    conversation: str
-    num_inner: int = 0
-    """Waits inside this one, which say it better."""
-    since: float = field(default_factory=time.monotonic)
+    __slots__ = ("_among", "conversation", "level", "outer", "since", "what")
+
+    def __init__(self, among: "set[Blocking]", what: str, level: int) -> None:
+        self._among = among
+        self.what = what
+        self.level = level
+        self.conversation = CONVERSATION.get()
+        self.outer: Blocking | None = None
+        """The wait that this one is a part of, and says better."""
+
+    def __enter__(self) -> None:
+        self.since = time.monotonic()
+        self._among.add(self)
+
+    def __exit__(self, *exc: object) -> None:
+        self._among.discard(self)
 
 
-INNERMOST: ContextVar[Wait | None] = ContextVar("innermost_wait", default=None)
+class Wait(Blocking):
+    """One wait of a conversation, as long as inside."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        self.outer = INNERMOST.get()
+        INNERMOST.set(self)
+        super().__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        INNERMOST.set(self.outer)  # no reset: a generator may be closed in another context
+        super().__exit__()
+
+
+INNERMOST: ContextVar[Blocking | None] = ContextVar("innermost_wait", default=None)
 
 
 class Waits:
@@ -43,53 +66,27 @@ class Waits:
     """
 
     def __init__(self) -> None:
-        self._waits: set[Wait] = set()
-        self._lock = threading.Lock()
+        # Threads add and discard, one step each, and only ever look at a copy: no lock.
+        self._waits: set[Blocking] = set()
 
-    @contextmanager
-    def on(self, what: str, level: int = logging.WARNING) -> Iterator[None]:
+    def on(self, what: str, level: int = logging.WARNING) -> Wait:
         """The running conversation waits for `what` inside; `level` INFO where that may well be
         long, so that it is told in the log only."""
-        outer = INNERMOST.get()
-        with self._listed(Wait(what, level, CONVERSATION.get())) as wait:
-            self._count_inner(outer, 1)
-            INNERMOST.set(wait)
-            try:
-                yield
-            finally:
-                INNERMOST.set(outer)  # no reset: a generator may be closed in another context
-                self._count_inner(outer, -1)
+        return Wait(self._waits, what, level)
 
-    @contextmanager
-    def blocked_by(self, what: str) -> Iterator[None]:
+    def blocked_by(self, what: str) -> Blocking:
         """The event loop, and with it every conversation, waits for `what` inside: a step of a
         coroutine, whose own waits go on after it."""
         words = f"the event loop, which {what} blocks"
-        with self._listed(Wait(words, logging.WARNING, CONVERSATION.get())):
-            yield
-
-    @contextmanager
-    def _listed(self, wait: Wait) -> Iterator[Wait]:
-        with self._lock:
-            self._waits.add(wait)
-        try:
-            yield wait
-        finally:
-            with self._lock:
-                self._waits.discard(wait)
-
-    def _count_inner(self, outer: Wait | None, change: int) -> None:
-        if outer:
-            with self._lock:
-                outer.num_inner += change
+        return Blocking(self._waits, words, logging.WARNING)
 
     def report(self, longer_than_s: float, level: int = logging.WARNING) -> str:
         """Every wait of a level that has lasted for so long, by what is waited for; "" if there is
         none. Of waits within waits the innermost is told."""
         now = time.monotonic()
-        with self._lock:
-            waits = [w for w in self._waits if w.level == level and not w.num_inner]
-        kinds: dict[str, list[Wait]] = defaultdict(list)
+        waits = self._waits.copy()
+        waits = {w for w in waits - {w.outer for w in waits} if w.level == level}
+        kinds: dict[str, list[Blocking]] = defaultdict(list)
         for wait in sorted(waits, key=lambda wait: wait.since):
             if now - wait.since >= longer_than_s:
                 kinds[wait.what].append(wait)

@@ -7,10 +7,10 @@ trainer.seed, step, prompt and sample: the same in every run and in every proces
 import asyncio
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from random import Random
 from typing import Any
 
+from msgspec.structs import replace
 from scripted_engine import ScriptedEngine
 
 from minirl.rollout.server import RequestRefusedError

@@ -19,11 +19,13 @@ as the control token: the dataset is trusted, and a system prompt may well show 
 import contextlib
 import copy
 import json
+import pickle
 import re
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +70,9 @@ class ChatBuilder:
     ) -> None:
         # A copy: whoever pads with the original switches its padding while a thread here encodes.
         self.tokenizer = copy.deepcopy(tokenizer)
-        encode, self._decode = _codec(self.tokenizer)
+        self._encode, self._decode = _codec(self.tokenizer)
         # The samples of a group begin with the same prompt, one after another.
-        self._encode = lru_cache(maxsize=16)(encode)
+        self._prompt = lru_cache(maxsize=16)(self._pickled_prompt)
         self.template = _load_template(chat_template, tokenizer.chat_template)
         self.template_kwargs = dict(template_kwargs or {})
         added = {text: i for text, i in self.tokenizer.get_added_vocab().items() if text.strip()}
@@ -82,11 +84,15 @@ class ChatBuilder:
         self._controls = _any_of(t for t in added if t in special or t in str(self.template))
         self._turn_ends: dict[tuple[bool, bool], TurnEnd] = {}
         self._single_call: dict[bool, bool] = {}
+        self._reads_tools: dict[frozenset[str], bool] = {}
         self.stop_token_ids = self._find_stop_token_ids()
 
     def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
         """Tokens of the conversation, then those that make the model begin its turn."""
-        return self.encode(self.render(messages, tools))
+        return list(self._prompt(pickle.dumps((messages, tools))))
+
+    def _pickled_prompt(self, pickled: bytes) -> list[int]:
+        return self.encode(self.render(*pickle.loads(pickled)))
 
     def observation(self, messages: Messages, tools: Tools = None) -> list[int]:
         """Tokens to append after a sampled turn that ended with its end-of-turn token.
@@ -99,8 +105,7 @@ class ChatBuilder:
         if not messages or any(m["role"] == "assistant" for m in messages):
             raise ChatTemplateError(f"observation: got {messages!r}; give tool or user messages")
         safe = [self._defuse_message(m) for m in messages]
-        end = self.turn_end(has_tool_result(safe), tools).inner
-        return self.encode_behind(end, self.observation_text(safe, tools))
+        return self.encode_behind(*self._end_and_observation(safe, tools))
 
     def conversation(self, messages: Messages, num_trusted: int) -> list[int]:
         """Tokens of a whole conversation, without a generation prompt.
@@ -113,7 +118,7 @@ class ChatBuilder:
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of a sampled turn for a tool parser: only the end-of-turn tokens are left out."""
-        return self._decode([i for i in token_ids if i not in self.stop_token_ids])
+        return self._decode(list(filterfalse(self.stop_token_ids.__contains__, token_ids)))
 
     def render(self, messages: Messages, tools: Tools = None, *, generation: bool = True) -> str:
         """The template's text for a conversation, with or without the generation prompt.
@@ -145,7 +150,7 @@ class ChatBuilder:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of rendered text; the template itself writes a BOS where the model wants one."""
-        return list(self._encode(text))
+        return self._encode(text)
 
     def knows_tool_role(self, tools: Tools = None) -> bool:
         """Whether the template accepts a tool call followed by its result."""
@@ -157,11 +162,32 @@ class ChatBuilder:
         return True
 
     def observation_text(self, messages: Messages, tools: Tools) -> str:
+        return self._end_and_observation(messages, tools)[1]
+
+    def _end_and_observation(self, messages: Messages, tools: Tools) -> tuple[str, str]:
+        """What ends the turn before, and the text behind it."""
+        roles = frozenset(m["role"] for m in messages)
+        if tools is not None and roles not in self._reads_tools:
+            self._reads_tools[roles] = self._find_whether_tools_matter(roles, tools)
+        return self._render_behind_turn(messages, tools if self._reads_tools.get(roles) else None)
+
+    def _find_whether_tools_matter(self, roles: Iterable[str], tools: Tools) -> bool:
+        """Whether the template writes an observation otherwise without their schemas, which are
+        much of the work to render. Mistral's has them before the last user message."""
+        probe = [{**tool_message(0), "role": role} for role in sorted(roles)]
+        with_tools = self._render_behind_turn(probe, tools)
+        try:
+            return self._render_behind_turn(probe, None) != with_tools
+        except ChatTemplateError:
+            return True
+
+    def _render_behind_turn(self, messages: Messages, tools: Tools) -> tuple[str, str]:
         turn = dummy_turn(messages)
         if len(turn.get("tool_calls", [])) > 1 and self.is_single_call(tools):
             turn["tool_calls"] = turn["tool_calls"][:1]
         text = self.render([user_message("u"), turn, *messages], tools)
-        return text[self.end_of_last_turn(text, self.turn_end("tool_calls" in turn, tools)) :]
+        end = self.turn_end("tool_calls" in turn, tools)
+        return end.inner, text[self.end_of_last_turn(text, end) :]
 
     def end_of_last_turn(self, text: str, end: TurnEnd) -> int:
         """Index just behind the token that ends the last dummy turn in `text`."""
@@ -319,10 +345,13 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """`message` with call arguments as objects and not as JSON text."""
     if not message.get("tool_calls"):
         return message
-    calls = copy.deepcopy(message["tool_calls"])
-    for call in calls:
-        function = call.get("function", call)
-        # What the model wrote malformed stays as it is.
-        with contextlib.suppress(TypeError, json.JSONDecodeError):
-            function["arguments"] = json.loads(function.get("arguments"))
-    return {**message, "tool_calls": calls}
+    return {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": _with_object(call["function"])}
+    try:
+        return {**call, "arguments": json.loads(call.get("arguments"))}  # type: ignore[arg-type]
+    except (TypeError, json.JSONDecodeError):
+        return call  # what the model wrote malformed stays as it is

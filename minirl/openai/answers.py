@@ -6,8 +6,10 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import msgspec
 
 from minirl.agent_loop.tool_parser import Schemas, ToolParser
 from minirl.chat import ChatBuilder
@@ -72,7 +74,9 @@ def cut_at(stops: Sequence[str], output: TokenOutput, chat: ChatBuilder) -> tupl
 
     length = bisect.bisect_left(range(len(output.token_ids)), True, key=is_complete)
     token_ids, logprobs = output.token_ids[:length], output.logprobs[:length]
-    cut = replace(output, token_ids=token_ids, logprobs=logprobs, finish_reason="stop")
+    cut = msgspec.structs.replace(
+        output, token_ids=token_ids, logprobs=logprobs, finish_reason="stop"
+    )
     return cut, text[: min(found)]
 
 

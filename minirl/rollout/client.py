@@ -4,8 +4,10 @@ import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import msgspec
 
 from minirl.rollout.server import EngineLostError
 from minirl.types import TokenOutput
@@ -108,7 +110,8 @@ class AsyncLLMServerManager:
         finally:
             self._load[index] -= tokens
         self._count(index, len(prompt_ids), output)
-        return replace(output, server=index, start=start, end=time.perf_counter())
+        end = time.perf_counter()
+        return msgspec.structs.replace(output, server=index, start=start, end=end)
 
     def forget_conversations(self) -> None:
         """None of them goes on."""

@@ -227,15 +227,15 @@ class ToolSession:
 def watch_blocking(work: Coroutine[Any, Any, Any], tool: BaseTool) -> Generator[Any, Any, Any]:
     """Await `work`; warn, once per tool, when it keeps the event loop for more than BLOCKING_S."""
     value, error = None, None
+    blocking = WAITS.blocked_by(f"tool {tool.name!r}")
     while True:
-        start = time.perf_counter()
         try:
-            with WAITS.blocked_by(f"tool {tool.name!r}"):
+            with blocking:
                 step = work.send(value) if error is None else work.throw(error)
         except StopIteration as stop:
             return stop.value
         finally:
-            seconds = time.perf_counter() - start
+            seconds = time.monotonic() - blocking.since
             if seconds > BLOCKING_S and _first_time(tool, "blocked"):
                 logger.warning(
                     "tool %r blocked the event loop for %.1f s, and with it every conversation; "

@@ -181,7 +181,7 @@ async def test_a_template_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) ->
         template = "{{ raise_exception('no system') }}"
         monkeypatch.setattr(talk.context.chat, "template", template)
         with refused(400, match="no system"):
-            await talk.ask([ASK])
+            await talk.ask([{"role": "user", "content": "Not asked before"}])
 
 
 async def test_trajectories_and_keys_that_are_not_known() -> None:
