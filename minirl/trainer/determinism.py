@@ -77,7 +77,7 @@ def environment(world: Dist) -> dict[str, str]:
     if world.device.type == "cuda":
         device = torch.cuda.get_device_name(world.device)
     return {
-        "the version of torch": torch.__version__,
+        "the version of torch": str(torch.__version__),
         "the version of transformers": transformers.__version__,
         "the device": device,
         "the number of ranks": str(world.world_size),
