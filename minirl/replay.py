@@ -118,7 +118,8 @@ class RunRecord:
         """Raises ConfigError when the step did not begin with these parameters."""
         path = journal_path(self.run_dir, step)
         records, _ = read_journal(path)
-        header = check_record(path, records, self.config)
+        header = records[0]
+        assert isinstance(header, Header)  # it was checked
         if not self.journals and header.parameters != parameters:
             start = self.checkpoint or f"model.path={self.config.model.path}"
             raise ConfigError(f"{path}: step {step} did not begin with the parameters of {start}")
@@ -140,6 +141,7 @@ def open_record(config: Config, run_dir: Path, step: int) -> RunRecord:
     for number in range(first + 1, max(step, 1) + 1):
         if not journal_path(run_dir, number).is_file():
             raise ConfigError(f"{run_dir}: has no record of step {number}, which STEP={step} needs")
+        check_record(journal_path(run_dir, number), config)
     return record
 
 
@@ -148,9 +150,10 @@ def journal_path(run_dir: Path, step: int) -> Path:
     return run_dir / "journal" / f"step_{step:06d}"
 
 
-def check_record(path: Path, records: list[Any], config: Config) -> Header:
-    """The header of a step that ended; ConfigError when it cannot be replayed here."""
-    header, *_ = records or [None]
+def check_record(path: Path, config: Config) -> None:
+    """ConfigError when it is not that of a step that ended, or cannot be replayed here."""
+    records, _ = read_journal(path)
+    header = records[0] if records else None
     if not isinstance(header, Header):
         raise ConfigError(f"{path}: is not a journal that this version of minirl has written")
     if not isinstance(records[-1], Outcome):
@@ -164,7 +167,6 @@ def check_record(path: Path, records: list[Any], config: Config) -> Header:
                 f"{path}: {name} was {value} and is {here[name]} here, which changes the bits; "
                 "replay it where it is the same"
             )
-    return header
 
 
 def config_of_replay(record: RunRecord) -> Config:
