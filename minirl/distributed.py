@@ -175,9 +175,7 @@ def distributed(config: Config) -> Iterator[Dist]:
     number of ranks or when the device that is asked for does not exist.
     """
     world = place(config, os.environ)
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    # One core is left to the rest: OpenMP threads that outnumber the free cores wait by spinning.
-    torch.set_num_threads(max(1, cores - 1))
+    torch.set_num_threads(num_threads())
     cuda = world.device.type == "cuda"
     if cuda:
         torch.cuda.set_device(world.device)
@@ -198,6 +196,13 @@ def distributed(config: Config) -> Iterator[Dist]:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def num_threads() -> int:
+    """That torch computes with on this rank."""
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    # One core is left to the rest: OpenMP threads that outnumber the free cores wait by spinning.
+    return max(1, cores - 1)
 
 
 def place(config: Config, environment: os._Environ[str] | dict[str, str]) -> Dist:

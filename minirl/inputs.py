@@ -23,6 +23,7 @@ from minirl.rollout.vllm_server import check_vllm
 from minirl.rollout.wire import to_wire
 from minirl.tracing import check_traces
 from minirl.tracking import check_trackers
+from minirl.trainer.determinism import check_deterministic
 from minirl.trainer.policy import check_config
 from minirl.trainer.reward_model import check_reward_model
 
@@ -47,6 +48,7 @@ def read_inputs(config: Config, *, training: bool = True) -> Inputs:
     files = config.data
     _check_names(config)
     check_config(config)
+    check_deterministic(config)
     if training:
         check_algorithms(config)
     parts = load_parts(config)

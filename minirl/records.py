@@ -10,12 +10,16 @@ from typing import Any, Self
 from minirl.config import Config, to_yaml
 from minirl.display import Display
 from minirl.tracing import TokenValues, Traces
-from minirl.tracking import Tracking
+from minirl.tracking import Tracking, read_metrics
 from minirl.types import Trajectory
 
 
 class Records:
-    """Open from a run's first step to its last; `resumed` is the step of the checkpoint."""
+    """Open from a run's first step to its last.
+
+    `resumed` is the step of the checkpoint from which the run goes on, 0 when it does so from its
+    journal alone, None for a new run.
+    """
 
     def __init__(
         self,
@@ -24,6 +28,9 @@ class Records:
         resumed: int | None,
         decode: Callable[[list[int]], str],
     ) -> None:
+        self.lacks_resumed = False
+        """The run was killed when the step's checkpoint was complete and its numbers were not
+        recorded: they have to be logged now."""
         self._config = config
         self._total_steps = total_steps
         self._resumed = resumed
@@ -34,8 +41,12 @@ class Records:
         trainer = self._config.trainer
         trainer.run_dir.mkdir(parents=True, exist_ok=True)
         (trainer.run_dir / "config.yaml").write_text(to_yaml(self._config))
+        self.lacks_resumed = self._resumed is not None and not self._is_recorded(self._resumed)
+        resumed_at = self._resumed
+        if resumed_at is not None and self.lacks_resumed:
+            resumed_at -= 1
         tracking = Tracking(
-            trainer.logger, trainer.run_dir, asdict(self._config), resumed_at=self._resumed
+            trainer.logger, trainer.run_dir, asdict(self._config), resumed_at=resumed_at
         )
         self._tracking = self._stack.enter_context(tracking)
         start_step = self._resumed or 0
@@ -45,6 +56,12 @@ class Records:
         if self._resumed is not None:
             self._display.message(f"resumed from step {self._resumed} of {trainer.run_dir}")
         return self
+
+    def _is_recorded(self, step: int) -> bool:
+        """Step 0, a validation, is repeated: it is part of no checkpoint."""
+        run_dir = self._config.trainer.run_dir
+        known = read_metrics(run_dir) if (run_dir / "metrics.jsonl").exists() else []
+        return step > 0 and step in {row["step"] for row in known}
 
     def __exit__(
         self,

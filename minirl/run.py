@@ -33,6 +33,7 @@ from minirl.rollout.weight_sync import WeightSync
 from minirl.rollout.worker import LocalWorker, Workers
 from minirl.rollout.worker_pool import begin_imports, open_pool
 from minirl.trainer.critic import CriticTrainer
+from minirl.trainer.determinism import deterministic
 from minirl.trainer.policy import PolicyTrainer, ReferencePolicy
 from minirl.trainer.reward_model import RewardModel
 from minirl.waits import CONVERSATION, WAITS
@@ -80,6 +81,7 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
         begin_imports()
     on_trainer = TrainerThread()
     async with AsyncExitStack() as stack:
+        stack.enter_context(deterministic(config.trainer.deterministic))
         world = stack.enter_context(distributed(config))
         if world.device.type == "cuda":
             await on_trainer(torch.cuda.set_device, world.device)  # each thread has its own

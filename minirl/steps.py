@@ -3,8 +3,9 @@
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -15,15 +16,29 @@ from minirl.agreement import agreement_metrics
 from minirl.curriculum import hinted_batch, hinted_logprobs
 from minirl.data import PromptLoader
 from minirl.evaluate import validate
+from minirl.journal import Journal, Journals, Outcome
 from minirl.metrics import Metrics, timer, trajectory_metrics
 from minirl.records import Records
 from minirl.rollout.manager import groups_for_training, varied_groups
 from minirl.run import Run
 from minirl.scoring import score_with_model
-from minirl.trainer import packing
+from minirl.trainer import checkpoint, packing
+from minirl.trainer.determinism import environment, parameter_hash, seed_step
 from minirl.trainer.performance import PeakMemory, step_performance
 from minirl.trainer.update import TrainedModel
 from minirl.types import GREEDY, Group, MicroBatch, Trajectory
+
+
+class Record(Protocol):
+    """What a run has left of its steps, to be computed again (minirl/replay.py)."""
+
+    checkpoint: Path | None
+    """From which to go on; None = the start."""
+    last_step: int
+
+    def begin(self, step: int, parameters: str | None) -> Journal:
+        """As Journals.begin; nothing is written."""
+        ...
 
 
 class BadStepsError(RuntimeError):
@@ -40,14 +55,19 @@ class Steps:
     ...             groups = await steps.generate()
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, record: Record | None = None) -> None:
         self._run = run
         self._config = run.config
+        self._record_to_replay = record
         self._needs = credit.estimator_needs(run.config.algorithm)
         self._kl_controller = credit.make_kl_controller(run.config.algorithm)
         self._metrics = Metrics()
         self._stack = ExitStack()
         self._records: Records | None = None
+        self._journals: Journals | Record | None = None
+        self._journal: Journal | None = None
+        self._parameters: str | None = None
+        """Their hash, on rank 0, with trainer.deterministic."""
         self._started = time.perf_counter()
         self._bad_steps_in_a_row = 0
         self._memory = PeakMemory(run.world.device)
@@ -55,7 +75,7 @@ class Steps:
         """All that were sampled in the step, also those that do not train; on rank 0."""
         self.number = 0
         """Of the step at work; 0 before the first."""
-        self.total = run.total_steps
+        self.total = record.last_step if record else run.total_steps
 
     def __enter__(self) -> Self:
         return self
@@ -69,7 +89,7 @@ class Steps:
         self._stack.__exit__(kind, error, traceback)
 
     async def start(self) -> None:
-        """Resume from a checkpoint where there is one; open the records."""
+        """Resume from a checkpoint where there is one; open the records and the journals."""
         run, data = self._run, self._config.data
         if run.inputs:
             self._loader = PromptLoader(
@@ -78,10 +98,16 @@ class Steps:
                 seed=self._config.trainer.seed,
                 shuffle=data.shuffle,
             )
-        resumed = await run.on_trainer(self._load_checkpoint)
-        if run.inputs:
+        state = await run.on_trainer(self._load_checkpoint)
+        await self._hash_parameters()
+        if self._record_to_replay:
+            self._journals = self._record_to_replay if run.inputs else None
+        elif run.inputs:
+            resumed = self._open_journals(state["step"] if state else None)
             records = Records(self._config, self.total, resumed, run.inputs.tokenizer.decode)
             self._records = self._stack.enter_context(records)
+            if state and records.lacks_resumed:
+                await records.log(self.number, state["record"])
 
     def __iter__(self) -> Iterator[int]:
         while self.number < self.total:
@@ -91,6 +117,10 @@ class Steps:
             self._groups: list[Group] = []
             self.trajectories = []
             self._bad_sequences: set[int] = set()
+            if self._config.trainer.deterministic:
+                seed_step(self._config.trainer.seed, self.number, self._run.world.rank)
+            if self._journals:
+                self._journal = self._journals.begin(self.number, self._parameters)
             yield self.number
 
     @contextmanager
@@ -208,7 +238,12 @@ class Steps:
         """Write a checkpoint: everything that the next step depends on."""
         trainer, extra = self._config.trainer, {}
         if self._run.inputs:
-            extra = {"data": self._loader.state_dict(), "kl_ctrl": self._kl_controller.state_dict()}
+            extra = {
+                "data": self._loader.state_dict(),
+                "kl_ctrl": self._kl_controller.state_dict(),
+                "bad_steps_in_a_row": self._bad_steps_in_a_row,
+                "record": self._numbers(),
+            }
         await self._run.on_trainer(
             self._run.policy.save,
             trainer.run_dir / "checkpoints",
@@ -218,11 +253,31 @@ class Steps:
             max_to_keep=trainer.max_ckpt_to_keep,
         )
 
-    async def finish(self, batch: MicroBatch) -> None:
-        """Record the step. Raises BadStepsError, with a checkpoint, after too many bad ones."""
+    async def record(self, batch: MicroBatch) -> None:
+        """Put together what came of the step, and keep its trajectories.
+
+        Before its checkpoint, which holds the numbers too: a run that is killed between the two
+        repeats the step, or has them to log.
+        """
         self._bad_steps_in_a_row = self._bad_steps_in_a_row + 1 if self._bad_sequences else 0
+        await self._hash_parameters()
+        if not self._run.inputs:
+            return
+        self._measure(batch)
+        if self._journal:
+            values = self._metrics.result()
+            shown = {k: v for k, v in values.items() if k.startswith(("actor/", "critic/"))}
+            self._journal.end(Outcome(parameters=self._parameters, metrics=shown))
         if self._records:
-            await self._record(self._records, batch)
+            await self._keep_trajectories(self._records, batch)
+
+    async def finish(self) -> None:
+        """Log the step. Raises BadStepsError, with a checkpoint, after too many bad ones."""
+        if self._records:
+            await self._records.log(self.number, self._numbers())
+        if isinstance(self._journals, Journals):
+            saved = checkpoint.complete(self._config.trainer.run_dir / "checkpoints")
+            self._journals.forget(max((step for step, _ in saved), default=0))
         limit = self._config.trainer.max_bad_steps
         if self._bad_steps_in_a_row >= limit:
             await self.save()
@@ -258,7 +313,7 @@ class Steps:
         prompts = self._loader.next_batch()
         needs_greedy = "greedy_rewards" in self._needs
         trajectories = await self._run.manager.generate_sequences(
-            prompts, step=self.number, greedy=needs_greedy
+            prompts, step=self.number, greedy=needs_greedy, journal=self._journal
         )
         await self._score(trajectories)
         self.trajectories += trajectories
@@ -286,8 +341,9 @@ class Steps:
         self._bad_sequences.update(trained.bad_sequences)
         self._metrics.update(metrics, reduce="last")
 
-    async def _record(self, records: Records, batch: MicroBatch) -> None:
-        config = self._config
+    def _measure(self, batch: MicroBatch) -> None:
+        """Rank 0's numbers of the step, but for the time that it took."""
+        config, run = self._config, self._run
         rewards = packing.to_rows(batch, "token_rewards").sum(1).tolist()
         sampled = [t for t in self.trajectories if t.sample_index != GREEDY]
         self._metrics.merge(
@@ -300,6 +356,18 @@ class Steps:
         )
         self._metrics.update(credit.batch_metrics(batch), reduce="last")
         self._metrics.update(agreement_metrics(batch), reduce="last")
+        self._metrics.add("training/bad_step", bool(self._bad_sequences), reduce="last")
+        self._metrics.add("training/epoch", self._loader.epoch, reduce="last")
+        phases = {
+            name.removeprefix("timing_s/"): value
+            for name, value in self._metrics.result().items()
+            if name.startswith("timing_s/")
+        }
+        epochs = config.actor.ppo_epochs
+        performance = step_performance(run.policy, batch, run.world, phases, epochs)
+        self._metrics.update(performance, reduce="last")
+
+    async def _keep_trajectories(self, records: Records, batch: MicroBatch) -> None:
         members = [t for group in self._groups for t in group.trajectories]
         places = {id(trajectory): index for index, trajectory in enumerate(members)}
 
@@ -311,32 +379,51 @@ class Steps:
         await records.write(self.number, "train", self.trajectories, start, token_values)
         if bad := [members[index] for index in sorted(self._bad_sequences)]:
             await records.write_all(self.number, "bad", bad, start)
-        seconds = time.perf_counter() - self._started
-        self._metrics.add("training/bad_step", bool(bad), reduce="last")
-        self._metrics.add("timing_s/step", seconds, reduce="last")
-        self._metrics.add("training/epoch", self._loader.epoch, reduce="last")
-        metrics = self._metrics.result()
-        metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / seconds
-        phases = {
-            name.removeprefix("timing_s/"): value
-            for name, value in metrics.items()
-            if name.startswith("timing_s/")
-        }
-        run, epochs = self._run, config.actor.ppo_epochs
-        metrics |= step_performance(run.policy, batch, run.world, phases, epochs)
-        await records.log(self.number, metrics)
 
-    def _load_checkpoint(self) -> int | None:
-        """Go on from the latest checkpoint, if there is one; its step, or None."""
+    def _numbers(self) -> dict[str, float]:
+        """All that is known of the step now, and how long it has taken."""
+        seconds, metrics = time.perf_counter() - self._started, self._metrics.result()
+        throughput = metrics["perf/total_num_tokens"] / seconds
+        return metrics | {"timing_s/step": seconds, "perf/throughput": throughput}
+
+    async def _hash_parameters(self) -> None:
+        run = self._run
+        if self._config.trainer.deterministic:
+            trained = [run.policy.model] + ([run.critic.model] if run.critic else [])
+            self._parameters = await run.on_trainer(parameter_hash, trained, run.world)
+
+    def _open_journals(self, resumed: int | None) -> int | None:
+        """Open them; the step after which the run goes on, None for a new run."""
         trainer = self._config.trainer
-        if trainer.resume_mode == "disable":
+        if trainer.save_freq == -1 and not trainer.deterministic:
+            return resumed
+        journals = Journals(
+            trainer.run_dir / "journal",
+            self._config,
+            environment(self._run.world),
+            keep=trainer.deterministic,
+        )
+        self._journals = self._stack.enter_context(journals)
+        if resumed is not None:
+            return resumed
+        if trainer.resume_mode == "auto" and journals.has_begun(self._parameters):
+            return 0
+        journals.clear()
+        return None
+
+    def _load_checkpoint(self) -> dict[str, Any] | None:
+        """Go on from the latest checkpoint, if there is one, or from that of the record to replay;
+        what it holds beside the models."""
+        run, trainer, record = self._run, self._config.trainer, self._record_to_replay
+        path = checkpoint.latest(trainer.run_dir / "checkpoints")
+        if record or trainer.resume_mode == "disable":
+            path = record.checkpoint if record else None
+        if path is None:
             return None
-        state: dict[str, Any] | None
-        state = self._run.policy.load_latest(trainer.run_dir, self._run.critic)
-        if state is None:
-            return None
+        state = run.policy.load(path, run.critic)
         self.number = state["step"]
         self._kl_controller.load_state_dict(state["kl_ctrl"])
-        if self._run.inputs:
+        self._bad_steps_in_a_row = state["bad_steps_in_a_row"]
+        if run.inputs:
             self._loader.load_state_dict(state["data"])
-        return self.number
+        return state

@@ -13,13 +13,14 @@ import sys
 from minirl.config import Config
 from minirl.launch import run_command
 from minirl.run import Run, open_run
-from minirl.steps import Steps
+from minirl.steps import Record, Steps
 
 
-async def train(run: Run) -> None:
-    """Every step, in order. Every rank runs this; rank 0 makes the trajectories."""
+async def train(run: Run, record: Record | None = None) -> None:
+    """Every step, in order. Every rank runs this; rank 0 makes the trajectories, or has them of a
+    `record`, up to its last step."""
     trainer, algorithm = run.config.trainer, run.config.algorithm
-    with Steps(run) as steps:
+    with Steps(run, record) as steps:
         await steps.start()
         await steps.update_weights()
         if trainer.val_before_train and steps.number == 0:
@@ -56,10 +57,11 @@ async def train(run: Run) -> None:
             if steps.due(trainer.test_freq):
                 with steps.timed("testing"):
                     await steps.validate()
+            await steps.record(batch)
             if steps.due(trainer.save_freq):
                 with steps.timed("save_checkpoint"):
                     await steps.save()
-            await steps.finish(batch)
+            await steps.finish()
 
 
 async def main(config: Config) -> None:

@@ -19,8 +19,9 @@ LAYERS = [
         "launch",
         "scoring",
     }
-    | {"inputs", "checks", "credit", "curriculum", "records", "selftest"},
-    {"rollout", "trainer", "testing"},
+    | {"inputs", "checks", "credit", "curriculum", "records", "selftest"}
+    | {"replay"},
+    {"rollout", "trainer", "testing", "journal"},
     {"agent_loop", "tools", "rewards", "algorithms", "data", "chat", "hints"} | {"openai"},
     {"types", "config", "registry", "metrics", "tracking", "distributed", "waits", "entries"}
     | {"tracing", "mlflow_writer", "jsonl"}

@@ -37,7 +37,11 @@ class TrainerConfig:
     max_ckpt_to_keep: int | None = None
     """Older checkpoints are deleted; null keeps all."""
     resume_mode: Literal["auto", "disable"] = "auto"
-    """auto = go on from the latest checkpoint in the run directory, if there is one."""
+    """auto = go on where the run in the run directory was: from its latest checkpoint, if there is
+    one, with the conversations that its journal holds of the steps after it."""
+    deterministic: bool = False
+    """The same trajectories give the same parameters, bit by bit. Every step keeps its journal, and
+    a hash of the parameters in it, for `python -m minirl.replay`."""
     logger: list[str] = field(default_factory=lambda: ["jsonl", "tensorboard"])
     """Trackers, by registered name: jsonl, tensorboard, wandb, mlflow, swanlab, console."""
     collective_timeout_s: float = 1800.0

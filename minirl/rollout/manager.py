@@ -11,6 +11,7 @@ from typing import Any
 
 from minirl.agent_loop import derive_seed
 from minirl.config import Config, RolloutConfig, SamplingConfig
+from minirl.journal import Journal
 from minirl.rewards import reward_number
 from minirl.rollout.server import ServerClient, engine_answers
 from minirl.rollout.worker import SampleRequest, Workers, WorkerStats, loop_lag
@@ -38,11 +39,13 @@ class AgentLoopManager:
         step: int,
         validate: bool = False,
         greedy: bool = False,
+        journal: Journal | None = None,
     ) -> list[Trajectory]:
         """Every prompt's trajectories, in the order of the prompts and of their sample index.
 
         Each prompt is sampled `rollout.n` times, or `rollout.val_kwargs.n` times to validate; with
-        `greedy` once more beside those, without randomness, as the sample GREEDY.
+        `greedy` once more beside those, without randomness, as the sample GREEDY. What `journal`
+        holds is not sampled again, and what is sampled counts when it is written there.
 
         Raises:
             TooManyFailuresError: more failed than `rollout.max_failure_fraction`.
@@ -50,12 +53,17 @@ class AgentLoopManager:
         """
         busy_before = [(await server.stats()).busy_s for server in self._servers]
         requests = self._requests(prompts, step, validate, greedy)
-        await self._workers.begin(len(requests))
+        known = [journal.find(request) if journal else None for request in requests]
+        await self._workers.begin(known.count(None))
         started = time.perf_counter()
         async with loop_lag() as lag, asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._workers.run(request)) for request in requests]
+            running = [
+                tasks.create_task(self._run(request, journal)) if found is None else found
+                for request, found in zip(requests, known, strict=True)
+            ]
         seconds = time.perf_counter() - started
-        trajectories = [trajectory for task in running for trajectory in task.result()]
+        results = [task.result() if isinstance(task, asyncio.Task) else task for task in running]
+        trajectories = [trajectory for result in results for trajectory in result]
         busy = [(await server.stats()).busy_s for server in self._servers]
         self.metrics = _rollout_metrics(await self._workers.end(), seconds, max(lag))
         self.metrics["rollout/engine_busy_fraction"] = (sum(busy) - sum(busy_before)) / (
@@ -92,6 +100,12 @@ class AgentLoopManager:
             for row in prompts
             for index in params
         ]
+
+    async def _run(self, request: SampleRequest, journal: Journal | None) -> list[Trajectory]:
+        trajectories = await self._workers.run(request)
+        if journal:
+            await journal.append(request, trajectories)
+        return trajectories
 
     def _check_failures(self, trajectories: list[Trajectory]) -> None:
         rollout = self._config.rollout

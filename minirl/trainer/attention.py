@@ -155,7 +155,10 @@ def _flash_attn(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float 
 
     cut, longest = packing.boundaries, packing.max_length
     return flash_attn_varlen_func(
-        q, k, v, cut, cut, longest, longest, softmax_scale=scale, causal=True
+        *(q, k, v, cut, cut, longest, longest),
+        softmax_scale=scale,
+        causal=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),  # of the gradient
     )
 
 
