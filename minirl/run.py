@@ -32,12 +32,15 @@ from minirl.rollout.server import (
 from minirl.rollout.weight_sync import WeightSync
 from minirl.rollout.worker import LocalWorker, Workers
 from minirl.rollout.worker_pool import begin_imports, open_pool
+from minirl.trainer.checkpoint import Checkpoints
 from minirl.trainer.critic import CriticTrainer
 from minirl.trainer.policy import PolicyTrainer, ReferencePolicy
 from minirl.trainer.reward_model import RewardModel
 from minirl.waits import CONVERSATION, WAITS
 
 HEALTH_INTERVAL_S = 1.0
+SAVE_GRACE_S = 5.0
+"""In which a checkpoint that is being written may still be completed when the run ends early."""
 
 
 class StderrWarnings(logging.Handler):
@@ -65,6 +68,8 @@ class Run:
     reference: ReferencePolicy | None
     critic: CriticTrainer | None
     reward_model: RewardModel | None
+    checkpoints: Checkpoints | None
+    """None when the run does not train."""
     sync: WeightSync
     inputs: Inputs | None
     manager: AgentLoopManager | None
@@ -101,6 +106,9 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
                 await on_trainer(world.release_memory)
             server = await _start_engine(config, world, stack) if world.is_leader else None
         policy, reference, critic, reward_model = loading.result()
+        checkpoints = await on_trainer(_open_checkpoints, config, world) if training else None
+        if checkpoints:
+            stack.push_async_callback(asyncio.to_thread, checkpoints.close, SAVE_GRACE_S)
         if server:
             service = ServerService(server, addresses[world.group])
             watching = _watch(server, config.rollout.engine_timeout_s)
@@ -121,6 +129,7 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
             reference=reference,
             critic=critic,
             reward_model=reward_model,
+            checkpoints=checkpoints,
             sync=sync,
             inputs=inputs,
             manager=manager,
@@ -143,6 +152,17 @@ def _load(
     critic = CriticTrainer(config, world, total_steps) if config.critic and training else None
     reward_model = RewardModel(config, world) if config.reward.reward_model else None
     return policy, reference, critic, reward_model
+
+
+def _open_checkpoints(config: Config, world: Dist) -> Checkpoints:
+    trainer = config.trainer
+    return Checkpoints(
+        trainer.run_dir / "checkpoints",
+        world,
+        max_to_keep=trainer.max_ckpt_to_keep,
+        background=trainer.async_save,
+        timeout_s=trainer.collective_timeout_s,
+    )
 
 
 async def _start_engine(config: Config, world: Dist, stack: AsyncExitStack) -> AsyncServerBase:

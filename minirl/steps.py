@@ -1,5 +1,6 @@
 """The parts of a training step; train.py says in which order they come."""
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,9 +22,13 @@ from minirl.rollout.manager import groups_for_training, varied_groups
 from minirl.run import Run
 from minirl.scoring import score_with_model
 from minirl.trainer import packing
+from minirl.trainer.checkpoint_folder import set_aside
 from minirl.trainer.performance import PeakMemory, step_performance
+from minirl.trainer.policy import trained_parts
 from minirl.trainer.update import TrainedModel
 from minirl.types import GREEDY, Group, MicroBatch, Trajectory
+
+logger = logging.getLogger(__name__)
 
 
 class BadStepsError(RuntimeError):
@@ -205,27 +210,30 @@ class Steps:
         return every > 0 and (self.number % every == 0 or self.number == self.total)
 
     async def save(self) -> None:
-        """Write a checkpoint: everything that the next step depends on."""
-        trainer, extra = self._config.trainer, {}
-        if self._run.inputs:
+        """Write a checkpoint: everything that the next step depends on. The training goes on
+        meanwhile (trainer.async_save), the end of the run waits."""
+        run, extra = self._run, {}
+        if run.inputs:
             extra = {"data": self._loader.state_dict(), "kl_ctrl": self._kl_controller.state_dict()}
-        await self._run.on_trainer(
-            self._run.policy.save,
-            trainer.run_dir / "checkpoints",
-            self.number,
-            extra,
-            critic=self._run.critic,
-            max_to_keep=trainer.max_ckpt_to_keep,
-        )
+        assert run.checkpoints is not None
+        parts = trained_parts(run.policy, run.critic)
+        await run.on_trainer(run.checkpoints.save, self.number, parts, extra)
+        if self.number == self.total:
+            await run.on_trainer(run.checkpoints.wait)
 
     async def finish(self, batch: MicroBatch) -> None:
-        """Record the step. Raises BadStepsError, with a checkpoint, after too many bad ones."""
+        """Record the step. Raises BadStepsError, with a checkpoint, after too many bad ones, and
+        CheckpointError when one could not be written."""
+        assert self._run.checkpoints is not None
+        if (seconds := self._run.checkpoints.poll()) is not None:
+            self._metrics.add("checkpoint/write_s", seconds, reduce="last")
         self._bad_steps_in_a_row = self._bad_steps_in_a_row + 1 if self._bad_sequences else 0
         if self._records:
             await self._record(self._records, batch)
         limit = self._config.trainer.max_bad_steps
         if self._bad_steps_in_a_row >= limit:
             await self.save()
+            await self._run.on_trainer(self._run.checkpoints.wait)
             raise BadStepsError(
                 f"step {self.number}: {limit} steps in a row (trainer.max_bad_steps) were not "
                 "applied, because the loss, the advantages or the gradient were not finite; their "
@@ -326,10 +334,16 @@ class Steps:
         metrics |= step_performance(run.policy, batch, run.world, phases, epochs)
         await records.log(self.number, metrics)
 
+    def _start_anew(self) -> None:
+        directory = self._config.trainer.run_dir / "checkpoints"
+        if self._run.world.is_main and (aside := set_aside(directory)):
+            logger.warning("the checkpoints of an earlier run are now in %s", aside)
+
     def _load_checkpoint(self) -> int | None:
         """Go on from the latest checkpoint, if there is one; its step, or None."""
         trainer = self._config.trainer
         if trainer.resume_mode == "disable":
+            self._start_anew()
             return None
         state: dict[str, Any] | None
         state = self._run.policy.load_latest(trainer.run_dir, self._run.critic)

@@ -35,9 +35,13 @@ class TrainerConfig:
     save_freq: int = -1
     """Write a checkpoint every so many steps and after the last; -1 = never."""
     max_ckpt_to_keep: int | None = None
-    """Older checkpoints are deleted; null keeps all."""
+    """Older checkpoints are deleted once a newer one is complete; null keeps all."""
+    async_save: bool = True
+    """Write checkpoints while the training goes on, from a copy in host memory; false = the step
+    waits, and needs no copy."""
     resume_mode: Literal["auto", "disable"] = "auto"
-    """auto = go on from the latest checkpoint in the run directory, if there is one."""
+    """auto = go on from the latest checkpoint in the run directory, if there is one; disable =
+    start anew, and keep the checkpoints that are there under another name (checkpoints.1)."""
     logger: list[str] = field(default_factory=lambda: ["jsonl", "tensorboard"])
     """Trackers, by registered name: jsonl, tensorboard, wandb, mlflow, swanlab, console."""
     collective_timeout_s: float = 1800.0
