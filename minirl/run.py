@@ -5,7 +5,6 @@ import gc
 import logging
 import os
 import sys
-import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from minirl.config import Config
 from minirl.distributed import Dist, distributed
 from minirl.inputs import Inputs, read_inputs
 from minirl.launch import SOCKETS, TrainerThread
+from minirl.ranks import RANKS
 from minirl.rollout.manager import AgentLoopManager
 from minirl.rollout.modes import MODES
 from minirl.rollout.parts import make_router
@@ -36,7 +36,7 @@ from minirl.trainer.checkpoint import Checkpoints
 from minirl.trainer.critic import CriticTrainer
 from minirl.trainer.policy import PolicyTrainer, ReferencePolicy
 from minirl.trainer.reward_model import RewardModel
-from minirl.waits import CONVERSATION, WAITS
+from minirl.waits import CONVERSATION, WAITS, within
 
 HEALTH_INTERVAL_S = 1.0
 SAVE_GRACE_S = 5.0
@@ -120,6 +120,8 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
         # modules alone that would stop all conversations for 0.2 s each time.
         gc.freeze()
         stack.callback(gc.unfreeze)
+        await stack.enter_async_context(_background(RANKS.watch()))
+        stack.enter_context(RANKS.told())  # before anything is closed, which takes a while
         yield Run(
             config=config,
             world=world,
@@ -191,6 +193,9 @@ async def _connect(
         await stack.enter_async_context(ServerClient(address, f"engine {index}"))
         for index, address in enumerate(addresses)
     ]
+    others = clients[1:]  # the first is in this process
+    watching = (_watch_from_afar(client, config.rollout.engine_timeout_s) for client in others)
+    await stack.enter_async_context(_background(*watching))
     workers: Workers
     if config.rollout.agent.num_workers:
         assert SOCKETS.path is not None
@@ -218,19 +223,34 @@ async def _background(*parts: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 async def _watch(server: AsyncServerBase, timeout_s: float) -> None:
     """An engine that dies while nobody asks it anything, or stands still with requests in it, ends
     the run all the same."""
-    seen, since = (0, 0, 0), time.monotonic()
+    seen, idle_s = (0, 0, 0), 0.0
     while True:
         await server.check_health()
         stats = await server.stats()
         progress = stats.num_steps, stats.num_requests, stats.num_running
         if progress != seen or not stats.num_running:
-            seen, since = progress, time.monotonic()
-        elif time.monotonic() - since > timeout_s:
+            seen, idle_s = progress, 0.0
+        elif idle_s > timeout_s:
             raise EngineLostError(
                 f"the engine has made no step for {timeout_s:g} s (rollout.engine_timeout_s), with "
                 f"{stats.num_running} requests in it; see {server.log_file}"
             )
         await asyncio.sleep(HEALTH_INTERVAL_S)
+        idle_s += HEALTH_INTERVAL_S  # not by a clock: this process may be stopped and go on, too
+
+
+async def _watch_from_afar(client: ServerClient, timeout_s: float) -> None:
+    """The rank that holds an engine, and watches it, may itself hang; then requests would wait
+    for ever."""
+    while True:
+        await asyncio.sleep(HEALTH_INTERVAL_S)
+        try:
+            await within(timeout_s, client.stats())
+        except TimeoutError as error:
+            raise EngineLostError(
+                f"the process that holds {client.name} has not answered for {timeout_s:g} s "
+                "(rollout.engine_timeout_s)"
+            ) from error
 
 
 @contextmanager

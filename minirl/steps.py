@@ -17,6 +17,7 @@ from minirl.curriculum import hinted_batch, hinted_logprobs
 from minirl.data import PromptLoader
 from minirl.evaluate import validate
 from minirl.metrics import Metrics, timer, trajectory_metrics
+from minirl.ranks import RANKS
 from minirl.records import Records
 from minirl.rollout.manager import groups_for_training, varied_groups
 from minirl.run import Run
@@ -102,6 +103,7 @@ class Steps:
     def timed(self, name: str) -> Iterator[None]:
         """Time a part as `timing_s/<name>` and show it as the phase; the peak of its memory too."""
         shown = self._records.phase(name) if self._records else nullcontext()
+        RANKS.phase(f"step {self.number}, {name}")
         self._memory.take()
         with timer(self._metrics, name), shown:
             yield

@@ -22,7 +22,17 @@ LAYERS = [
     | {"inputs", "checks", "credit", "curriculum", "records", "selftest"},
     {"rollout", "trainer", "testing"},
     {"agent_loop", "tools", "rewards", "algorithms", "data", "chat", "hints"} | {"openai"},
-    {"types", "config", "registry", "metrics", "tracking", "distributed", "waits", "entries"}
+    {
+        "types",
+        "config",
+        "registry",
+        "metrics",
+        "tracking",
+        "distributed",
+        "waits",
+        "entries",
+        "ranks",
+    }
     | {"tracing", "mlflow_writer", "jsonl"}
     | {"display", "plots", "validation"},
 ]

@@ -23,7 +23,11 @@ META = "meta.json"
 
 def complete(directory: Path) -> list[tuple[int, Path]]:
     """The checkpoints in `directory` with their steps, oldest first."""
-    found = [(STEP_NAME.fullmatch(path.name), path) for path in directory.glob("step_*")]
+    try:
+        names = os.listdir(directory)  # not glob, which takes what may not be read for empty
+    except FileNotFoundError:
+        return []
+    found = [(STEP_NAME.fullmatch(name), directory / name) for name in names]
     return sorted((int(m[1]), path) for m, path in found if m and (path / META).is_file())
 
 
