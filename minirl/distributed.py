@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minirl.config import Config, ConfigError
+from minirl.ranks import RANKS, RankLostError
 from minirl.types import PER_SEQUENCE, MicroBatch
 from minirl.waits import INNERMOST, WAITS
 
@@ -33,7 +34,10 @@ def collective(method: Callable[P, R]) -> Callable[P, R]:
     def named(*args: P.args, **kwargs: P.kwargs) -> R:
         outer = INNERMOST.get()
         place = f"{outer.what}, where it waits for" if outer else "the"
-        with WAITS.on(f"{place} other ranks in {method.__name__}", logging.INFO):
+        with (
+            WAITS.on(f"{place} other ranks in {method.__name__}", logging.INFO),
+            RANKS.operation(method.__name__),
+        ):
             return method(*args, **kwargs)
 
     return named
@@ -179,22 +183,33 @@ def distributed(config: Config) -> Iterator[Dist]:
     cuda = world.device.type == "cuda"
     if cuda:
         torch.cuda.set_device(world.device)
-    dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
-        # A world of one needs no address to meet at, so two runs on one machine cannot collide.
-        store=None if "RANK" in os.environ else dist.HashStore(),
-        rank=world.rank,
-        world_size=world.world_size,
-        timeout=timedelta(seconds=config.trainer.collective_timeout_s),
-        device_id=world.device if cuda else None,
-    )
+    timeout_s = config.trainer.collective_timeout_s
     try:
-        yield world
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
+            # A world of one needs no address to meet at, so two runs on a machine cannot collide.
+            store=None if "RANK" in os.environ else dist.HashStore(),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=world.device if cuda else None,
+        )
+    except RuntimeError as error:
+        raise RankLostError(
+            f"not all of the {world.world_size} ranks came within {timeout_s:g} s "
+            f"(trainer.collective_timeout_s): {error}"
+        ) from error
+    RANKS.join(world.rank, world.world_size, timeout_s, world.broadcast_text)
+    try:
+        with RANKS.told():
+            yield world
     except BaseException:
         if not cuda or world.world_size == 1:
             # Else NCCL would wait for collectives that a lost rank never joins.
             dist.destroy_process_group()
         raise
+    finally:
+        RANKS.leave()
     dist.destroy_process_group()
 
 

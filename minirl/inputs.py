@@ -23,6 +23,7 @@ from minirl.rollout.vllm_server import check_vllm
 from minirl.rollout.wire import to_wire
 from minirl.tracing import check_traces
 from minirl.tracking import check_trackers
+from minirl.trainer.checkpoint_folder import check_checkpoints
 from minirl.trainer.determinism import check_deterministic
 from minirl.trainer.policy import check_config
 from minirl.trainer.reward_model import check_reward_model
@@ -51,6 +52,7 @@ def read_inputs(config: Config, *, training: bool = True) -> Inputs:
     check_deterministic(config)
     if training:
         check_algorithms(config)
+        check_checkpoints(config)
     parts = load_parts(config)
     read = partial(_read_rows, config, parts)
     train_rows = read("data.train_files", files.train_files) if training else []

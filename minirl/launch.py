@@ -21,6 +21,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import uvloop
 
 from minirl.config import Config, ConfigError, load_config
+from minirl.ranks import RANKS, RankFailedError
 from minirl.waits import WAITS
 
 P = ParamSpec("P")
@@ -45,7 +46,7 @@ class TrainerThread:
         """Run `function(*args, **kwargs)` there; the event loop goes on meanwhile."""
         loop, name = asyncio.get_running_loop(), getattr(function, "__qualname__", str(function))
         with WAITS.on(f"the trainer's {name}", logging.INFO):
-            work = partial(copy_context().run, function, *args, **kwargs)
+            work = partial(copy_context().run, RANKS.run, name, function, *args, **kwargs)
             return await loop.run_in_executor(self._executor, work)
 
 
@@ -141,6 +142,8 @@ def _fail(error: BaseException) -> NoReturn:
         status, words = 2, str(error)
     elif isinstance(error, StoppedBySignal):
         status, words = error.exit_status, str(error)
+    elif isinstance(error, RankFailedError):
+        words = str(error)
     elif "RANK" in os.environ:
         words = f"rank {os.environ['RANK']}: {words}"
     if SOCKETS.is_first_to_fail():

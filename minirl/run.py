@@ -5,7 +5,6 @@ import gc
 import logging
 import os
 import sys
-import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from minirl.config import Config
 from minirl.distributed import Dist, distributed
 from minirl.inputs import Inputs, read_inputs
 from minirl.launch import SOCKETS, TrainerThread
+from minirl.ranks import RANKS
 from minirl.rollout.manager import AgentLoopManager
 from minirl.rollout.modes import MODES
 from minirl.rollout.parts import make_router
@@ -32,13 +32,16 @@ from minirl.rollout.server import (
 from minirl.rollout.weight_sync import WeightSync
 from minirl.rollout.worker import LocalWorker, Workers
 from minirl.rollout.worker_pool import begin_imports, open_pool
+from minirl.trainer.checkpoint import Checkpoints
 from minirl.trainer.critic import CriticTrainer
 from minirl.trainer.determinism import deterministic
 from minirl.trainer.policy import PolicyTrainer, ReferencePolicy
 from minirl.trainer.reward_model import RewardModel
-from minirl.waits import CONVERSATION, WAITS
+from minirl.waits import CONVERSATION, WAITS, within
 
 HEALTH_INTERVAL_S = 1.0
+SAVE_GRACE_S = 5.0
+"""In which a checkpoint that is being written may still be completed when the run ends early."""
 
 
 class StderrWarnings(logging.Handler):
@@ -66,6 +69,8 @@ class Run:
     reference: ReferencePolicy | None
     critic: CriticTrainer | None
     reward_model: RewardModel | None
+    checkpoints: Checkpoints | None
+    """None when the run does not train."""
     sync: WeightSync
     inputs: Inputs | None
     manager: AgentLoopManager | None
@@ -103,6 +108,9 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
                 await on_trainer(world.release_memory)
             server = await _start_engine(config, world, stack) if world.is_leader else None
         policy, reference, critic, reward_model = loading.result()
+        checkpoints = await on_trainer(_open_checkpoints, config, world) if training else None
+        if checkpoints:
+            stack.push_async_callback(asyncio.to_thread, checkpoints.close, SAVE_GRACE_S)
         if server:
             service = ServerService(server, addresses[world.group])
             watching = _watch(server, config.rollout.engine_timeout_s)
@@ -114,6 +122,8 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
         # modules alone that would stop all conversations for 0.2 s each time.
         gc.freeze()
         stack.callback(gc.unfreeze)
+        await stack.enter_async_context(_background(RANKS.watch()))
+        stack.enter_context(RANKS.told())  # before anything is closed, which takes a while
         yield Run(
             config=config,
             world=world,
@@ -123,6 +133,7 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
             reference=reference,
             critic=critic,
             reward_model=reward_model,
+            checkpoints=checkpoints,
             sync=sync,
             inputs=inputs,
             manager=manager,
@@ -145,6 +156,17 @@ def _load(
     critic = CriticTrainer(config, world, total_steps) if config.critic and training else None
     reward_model = RewardModel(config, world) if config.reward.reward_model else None
     return policy, reference, critic, reward_model
+
+
+def _open_checkpoints(config: Config, world: Dist) -> Checkpoints:
+    trainer = config.trainer
+    return Checkpoints(
+        trainer.run_dir / "checkpoints",
+        world,
+        max_to_keep=trainer.max_ckpt_to_keep,
+        background=trainer.async_save,
+        timeout_s=trainer.collective_timeout_s,
+    )
 
 
 async def _start_engine(config: Config, world: Dist, stack: AsyncExitStack) -> AsyncServerBase:
@@ -173,6 +195,9 @@ async def _connect(
         await stack.enter_async_context(ServerClient(address, f"engine {index}"))
         for index, address in enumerate(addresses)
     ]
+    others = clients[1:]  # the first is in this process
+    watching = (_watch_from_afar(client, config.rollout.engine_timeout_s) for client in others)
+    await stack.enter_async_context(_background(*watching))
     workers: Workers
     if config.rollout.agent.num_workers:
         assert SOCKETS.path is not None
@@ -200,19 +225,34 @@ async def _background(*parts: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 async def _watch(server: AsyncServerBase, timeout_s: float) -> None:
     """An engine that dies while nobody asks it anything, or stands still with requests in it, ends
     the run all the same."""
-    seen, since = (0, 0, 0), time.monotonic()
+    seen, idle_s = (0, 0, 0), 0.0
     while True:
         await server.check_health()
         stats = await server.stats()
         progress = stats.num_steps, stats.num_requests, stats.num_running
         if progress != seen or not stats.num_running:
-            seen, since = progress, time.monotonic()
-        elif time.monotonic() - since > timeout_s:
+            seen, idle_s = progress, 0.0
+        elif idle_s > timeout_s:
             raise EngineLostError(
                 f"the engine has made no step for {timeout_s:g} s (rollout.engine_timeout_s), with "
                 f"{stats.num_running} requests in it; see {server.log_file}"
             )
         await asyncio.sleep(HEALTH_INTERVAL_S)
+        idle_s += HEALTH_INTERVAL_S  # not by a clock: this process may be stopped and go on, too
+
+
+async def _watch_from_afar(client: ServerClient, timeout_s: float) -> None:
+    """The rank that holds an engine, and watches it, may itself hang; then requests would wait
+    for ever."""
+    while True:
+        await asyncio.sleep(HEALTH_INTERVAL_S)
+        try:
+            await within(timeout_s, client.stats())
+        except TimeoutError as error:
+            raise EngineLostError(
+                f"the process that holds {client.name} has not answered for {timeout_s:g} s "
+                "(rollout.engine_timeout_s)"
+            ) from error
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The parts of a training step; train.py says in which order they come."""
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -18,15 +19,20 @@ from minirl.data import PromptLoader
 from minirl.evaluate import validate
 from minirl.journal import Journal, Journals, Outcome
 from minirl.metrics import Metrics, timer, trajectory_metrics
+from minirl.ranks import RANKS
 from minirl.records import Records
 from minirl.rollout.manager import groups_for_training, varied_groups
 from minirl.run import Run
 from minirl.scoring import score_with_model
-from minirl.trainer import checkpoint, packing
+from minirl.trainer import packing
+from minirl.trainer.checkpoint_folder import complete, latest, set_aside
 from minirl.trainer.determinism import environment, parameter_hash, seed_step
 from minirl.trainer.performance import PeakMemory, step_performance
+from minirl.trainer.policy import trained_parts
 from minirl.trainer.update import TrainedModel
 from minirl.types import GREEDY, Group, MicroBatch, Trajectory
+
+logger = logging.getLogger(__name__)
 
 
 class Record(Protocol):
@@ -127,6 +133,7 @@ class Steps:
     def timed(self, name: str) -> Iterator[None]:
         """Time a part as `timing_s/<name>` and show it as the phase; the peak of its memory too."""
         shown = self._records.phase(name) if self._records else nullcontext()
+        RANKS.phase(f"step {self.number}, {name}")
         self._memory.take()
         with timer(self._metrics, name), shown:
             yield
@@ -235,30 +242,32 @@ class Steps:
         return every > 0 and (self.number % every == 0 or self.number == self.total)
 
     async def save(self) -> None:
-        """Write a checkpoint: everything that the next step depends on."""
-        trainer, extra = self._config.trainer, {}
-        if self._run.inputs:
+        """Write a checkpoint: everything that the next step depends on. The training goes on
+        meanwhile (trainer.async_save), the end of the run waits."""
+        run, extra = self._run, {}
+        if run.inputs:
             extra = {
                 "data": self._loader.state_dict(),
                 "kl_ctrl": self._kl_controller.state_dict(),
                 "bad_steps_in_a_row": self._bad_steps_in_a_row,
                 "record": self._numbers(),
             }
-        await self._run.on_trainer(
-            self._run.policy.save,
-            trainer.run_dir / "checkpoints",
-            self.number,
-            extra,
-            critic=self._run.critic,
-            max_to_keep=trainer.max_ckpt_to_keep,
-        )
+        assert run.checkpoints is not None
+        parts = trained_parts(run.policy, run.critic)
+        await run.on_trainer(run.checkpoints.save, self.number, parts, extra)
+        if self.number == self.total:
+            await run.on_trainer(run.checkpoints.wait)
 
     async def record(self, batch: MicroBatch) -> None:
-        """Put together what came of the step, and keep its trajectories.
+        """Put together what came of the step, and keep its trajectories. Raises CheckpointError
+        when the last checkpoint could not be written.
 
         Before its checkpoint, which holds the numbers too: a run that is killed between the two
         repeats the step, or has them to log.
         """
+        assert self._run.checkpoints is not None
+        if (seconds := self._run.checkpoints.poll()) is not None:
+            self._metrics.add("checkpoint/write_s", seconds, reduce="last")
         self._bad_steps_in_a_row = self._bad_steps_in_a_row + 1 if self._bad_sequences else 0
         await self._hash_parameters()
         if not self._run.inputs:
@@ -276,11 +285,12 @@ class Steps:
         if self._records:
             await self._records.log(self.number, self._numbers())
         if isinstance(self._journals, Journals):
-            saved = checkpoint.complete(self._config.trainer.run_dir / "checkpoints")
+            saved = complete(self._config.trainer.run_dir / "checkpoints")
             self._journals.forget(max((step for step, _ in saved), default=0))
         limit = self._config.trainer.max_bad_steps
         if self._bad_steps_in_a_row >= limit:
             await self.save()
+            await self._run.on_trainer(self._run.checkpoints.wait)
             raise BadStepsError(
                 f"step {self.number}: {limit} steps in a row (trainer.max_bad_steps) were not "
                 "applied, because the loss, the advantages or the gradient were not finite; their "
@@ -411,13 +421,24 @@ class Steps:
         journals.clear()
         return None
 
+    def _start_anew(self) -> None:
+        directory = self._config.trainer.run_dir / "checkpoints"
+        if self._run.world.is_main and (aside := set_aside(directory)):
+            logger.warning("the checkpoints of an earlier run are now in %s", aside)
+
+    def _find_checkpoint(self) -> Path | None:
+        """The latest, or that of the record to replay."""
+        trainer = self._config.trainer
+        if self._record_to_replay:
+            return self._record_to_replay.checkpoint
+        if trainer.resume_mode == "disable":
+            self._start_anew()
+            return None
+        return latest(trainer.run_dir / "checkpoints")
+
     def _load_checkpoint(self) -> dict[str, Any] | None:
-        """Go on from the latest checkpoint, if there is one, or from that of the record to replay;
-        what it holds beside the models."""
-        run, trainer, record = self._run, self._config.trainer, self._record_to_replay
-        path = checkpoint.latest(trainer.run_dir / "checkpoints")
-        if record or trainer.resume_mode == "disable":
-            path = record.checkpoint if record else None
+        """Go on from a checkpoint, if there is one; what it holds beside the models."""
+        run, path = self._run, self._find_checkpoint()
         if path is None:
             return None
         state = run.policy.load(path, run.critic)

@@ -7,9 +7,12 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any, TypeVar
+
+R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +131,24 @@ class Waits:
         finally:
             ended.set()
             thread.join()
+
+
+async def within(seconds: float, work: Coroutine[Any, Any, R]) -> R:
+    """What `work` returns; TimeoutError, and it is cancelled, when it takes longer.
+
+    Only time in which this process runs counts: when it was itself stopped for a while (Ctrl-Z, a
+    debugger), what it waits for has missed no deadline.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        while seconds > 0:
+            pause = min(seconds, 1.0)
+            if (await asyncio.wait([task], timeout=pause))[0]:
+                return task.result()
+            seconds -= pause
+        raise TimeoutError
+    finally:
+        task.cancel()
 
 
 def _stack(thread: int) -> str:

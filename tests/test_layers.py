@@ -23,7 +23,17 @@ LAYERS = [
     | {"replay"},
     {"rollout", "trainer", "testing", "journal"},
     {"agent_loop", "tools", "rewards", "algorithms", "data", "chat", "hints"} | {"openai"},
-    {"types", "config", "registry", "metrics", "tracking", "distributed", "waits", "entries"}
+    {
+        "types",
+        "config",
+        "registry",
+        "metrics",
+        "tracking",
+        "distributed",
+        "waits",
+        "entries",
+        "ranks",
+    }
     | {"tracing", "mlflow_writer", "jsonl"}
     | {"display", "plots", "validation"},
 ]

@@ -87,6 +87,9 @@ class AgentConfig:
     """YAML list of `{name, _target_, ...}`: more agent loops, with their options."""
     num_workers: int = 0
     """Processes that run agent loops; 0 = the event loop of rank 0 does."""
+    worker_timeout_s: float = 300.0
+    """A worker process whose event loop does not answer for so many seconds is ended and started
+    again, with its conversations."""
     max_sticky_sessions: int = 10_000
     """Conversations whose engine is remembered, least recently used out first."""
     sticky_imbalance: float = 4.0
@@ -100,7 +103,7 @@ class AgentConfig:
             self.num_workers,
             "a number of processes, or 0 for the event loop of rank 0",
         )
-        positive("rollout.agent", self, "max_sticky_sessions")
+        positive("rollout.agent", self, "max_sticky_sessions", "worker_timeout_s")
         require(
             self.sticky_imbalance >= 1,
             "rollout.agent.sticky_imbalance",

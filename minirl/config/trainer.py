@@ -35,10 +35,14 @@ class TrainerConfig:
     save_freq: int = -1
     """Write a checkpoint every so many steps and after the last; -1 = never."""
     max_ckpt_to_keep: int | None = None
-    """Older checkpoints are deleted; null keeps all."""
+    """Older checkpoints are deleted once a newer one is complete; null keeps all."""
+    async_save: bool = True
+    """Write checkpoints while the training goes on, from a copy in host memory; false = the step
+    waits, and needs no copy."""
     resume_mode: Literal["auto", "disable"] = "auto"
     """auto = go on where the run in the run directory was: from its latest checkpoint, if there is
-    one, with the conversations that its journal holds of the steps after it."""
+    one, with the conversations that its journal holds of the steps after it; disable = start anew,
+    and keep the checkpoints that are there under another name (checkpoints.1)."""
     deterministic: bool = False
     """The same trajectories give the same parameters, bit by bit. Every step keeps its journal, and
     a hash of the parameters in it, for `python -m minirl.replay`."""

@@ -1,5 +1,6 @@
 """For processes that rank 0 starts: what they import, and that they end with it."""
 
+import ctypes
 import os
 import select
 import signal
@@ -8,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
@@ -35,7 +38,8 @@ def visible_devices(device_ids: list[int]) -> str:
 
 def end_with(pid: int, grace_s: float) -> None:
     """From now on this process gets SIGTERM when the process `pid` is gone, however that ended,
-    and SIGKILL `grace_s` seconds later."""
+    and SIGKILL `grace_s` seconds later; also when it is stopped, if its parent goes with `pid`."""
+    signal_at_end_of_parent(signal.SIGCONT)
 
     def end() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -43,6 +47,12 @@ def end_with(pid: int, grace_s: float) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     when_gone(pid, end)
+
+
+def signal_at_end_of_parent(number: signal.Signals) -> None:
+    """The kernel sends `number` to this process when the thread that started it is gone: SIGKILL
+    and SIGCONT reach also a process that is stopped."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def when_gone(pid: int, then: Callable[[], None]) -> None:

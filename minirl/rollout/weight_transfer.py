@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from minirl.rollout.processes import when_gone
+from minirl.rollout.processes import signal_at_end_of_parent, when_gone
 from minirl.rollout.weight_buffer import open_cuda, open_shared, view_tensors
 
 BACKEND = "minirl"
@@ -128,8 +128,9 @@ def _end_with(leader_pid: int) -> None:
 
     vLLM's workers end with their engine core, but the core does not notice that the process which
     started it was killed, and would keep the devices' memory for ever. The only worker of an engine
-    may be in the core's own process.
+    may be in the core's own process. A process that is stopped needs the kernel to end it.
     """
+    signal_at_end_of_parent(signal.SIGKILL)
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
     core = os.getpid() if parent.pid == leader_pid else parent.pid

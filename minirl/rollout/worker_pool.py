@@ -28,13 +28,15 @@ from minirl.rollout.wire import to_wire
 from minirl.rollout.worker import SampleRequest, WorkerStats
 from minirl.rollout.worker_process import CLOSE_S, WorkerSpec, serve_worker
 from minirl.types import Trajectory
-from minirl.waits import CONVERSATION, WAITS
+from minirl.waits import CONVERSATION, WAITS, within
 
 MAX_DEATHS = 3
 """Of all workers within DEATHS_WINDOW_S; one more ends the run. Also the number of times that a
 request is begun again."""
 DEATHS_WINDOW_S = 60.0
 NEWS_INTERVAL_S = 1.0
+START_TIMEOUT_S = 600.0
+"""For a worker to import and load what it needs, tools included."""
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 """Imports what a worker needs once: seconds and hundreds of MB less per worker than `spawn`. It
@@ -176,7 +178,7 @@ class WorkerPool:
                 WorkerClient(spec.address, f"agent-loop worker {slot.index}") as client,
                 asyncio.TaskGroup() as tasks,
             ):
-                talking = tasks.create_task(self._talk(slot, client))
+                talking = tasks.create_task(self._talk(slot, client, process))
                 await ended.wait()
                 talking.cancel()
             for engine in self._engines:
@@ -195,21 +197,27 @@ class WorkerPool:
             rank_0_pid=os.getpid(),
         )
 
-    async def _talk(self, slot: Slot, client: WorkerClient) -> None:
-        """Open the slot when the worker is ready, then hand on what it has to say."""
+    async def _talk(self, slot: Slot, client: WorkerClient, process: Any) -> None:
+        """Open the slot when the worker is ready, then hand on what it has to say; kill it when it
+        does not answer."""
         CONVERSATION.set("all of its conversations")
+        timeout_s = self._config.rollout.agent.worker_timeout_s
         try:
-            await client.call("begin")
+            await within(START_TIMEOUT_S, client.call("begin"))
             slot.client, slot.was_ready = client, True
             self._change.set()
             while True:
                 await asyncio.sleep(NEWS_INTERVAL_S)
                 with WAITS.on(f"{client.name}, whose event loop is blocked"):
-                    news = await client.call("news", list[tuple[int, str]])
+                    news = await within(timeout_s, client.call("news", list[tuple[int, str]]))
                 for level, words in news:
                     logger.log(level, "%s: %s", client.name, words)
         except WorkerLostError:
             pass  # `keep` sees that the process has ended
+        except TimeoutError:
+            words = "%s has not answered for %g s (rollout.agent.worker_timeout_s) and is killed"
+            logger.warning(words, client.name, timeout_s if slot.was_ready else START_TIMEOUT_S)
+            process.kill()
         finally:
             slot.client = None
 

@@ -22,11 +22,13 @@ MAX_STARTS = 4
 """Sessions that one link may open within START_WINDOW_S; after that its server stays down."""
 START_WINDOW_S = 60.0
 PROBE_TIMEOUT_S = 10.0
-"""Seconds that a server has to list its tools after it left a call unanswered."""
+"""Seconds that a server has to list its tools after it left a call unanswered; `timeout_s` where
+that is less."""
 MAX_CONNECTING = 100
 """Sessions of one entry that connect to a URL at once."""
-CLOSE_TIMEOUT_S = 8.0
-"""Seconds to close a session; the SDK itself gives a process 2 s to leave and 2 s more to die."""
+CLOSE_TIMEOUT_S = 15.0
+"""Seconds to close a session. The SDK itself gives a process 2 s each to read what was written to
+it, to leave, to heed SIGTERM (one that is stopped does not) and to be gone after SIGKILL."""
 
 
 class Session:
@@ -144,7 +146,7 @@ class Session:
 
     async def _probe(self, client: Client) -> None:
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
+            async with asyncio.timeout(min(PROBE_TIMEOUT_S, self._config.timeout_s)):
                 await client.list_tools()
         except (MCPError, TimeoutError, RuntimeError) as error:
             self._end(str(error) or "it answers no call any more")

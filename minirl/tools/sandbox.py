@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -114,9 +115,7 @@ class Sandbox:
             except TimeoutError:
                 ending = "timeout"
             finally:
-                if ending != "exit":
-                    process.terminate()
-                await _wait(process)
+                await _end(process, wait=ending == "exit")
             if ending == "exit" or process.returncode == 1:  # 1: the supervisor failed and says why
                 return Outcome(output=bytes(output), ending=ending, returncode=_returncode(report))
         return Outcome(output=bytes(output), ending=ending)
@@ -268,15 +267,29 @@ async def _read(stream: asyncio.StreamReader, into: bytearray, limit: int) -> En
     return "exit"
 
 
-async def _wait(process: subprocess.Popen[bytes]) -> None:
-    """Wait until the supervisor has ended all it supervises, and itself."""
+async def _end(process: subprocess.Popen[bytes], *, wait: bool) -> None:
+    """Return when the supervisor has ended all it supervises, and itself; it is asked to unless
+    `wait` says that it does so anyway, and in the end made to."""
+    if wait and await _ended(process):
+        return
+    process.terminate()
+    process.send_signal(signal.SIGCONT)  # one that is stopped would not heed it
+    if await _ended(process):
+        return
+    logger.warning("the supervisor %d of a program did not end; killed", process.pid)
+    process.kill()
+    await _ended(process)
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it ends within GRACE_S."""
     try:
         async with asyncio.timeout(GRACE_S):
             while process.poll() is None:  # noqa: ASYNC110 - an event would need a thread
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
-        logger.warning("the supervisor %d of a program did not end; killed", process.pid)
-        process.kill()
+        return False
+    return True
 
 
 def _returncode(report: IO[bytes]) -> int:

@@ -1,24 +1,31 @@
 """Checkpoints: complete or absent, whatever kills the run.
 
-`checkpoints/step_000010/` holds `state/` (torch.distributed.checkpoint: parameters and optimizer of
-policy and critic, readable by any number of ranks), `rng_<rank>.json` and `meta.json`. It is
-written under another name, synced to disk and renamed, so a folder with the right name is complete.
+A checkpoint holds everything that the next step depends on: parameters and optimizers of policy and
+critic (torch.distributed.checkpoint, readable by any number of ranks), the random states of every
+rank, and what the run adds: data position, KL controller, learning-rate schedules. It is written
+under another name, synced to disk and renamed, so a folder with the right name is complete, and its
+files have checksums. See checkpoint_folder.py for what lies where.
 """
 
 import base64
 import json
-import os
 import random
-import re
 import shutil
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
@@ -30,17 +37,180 @@ from transformers import PreTrainedModel
 
 from minirl.config import ConfigError
 from minirl.distributed import Dist
+from minirl.trainer import checkpoint_folder as folder
+from minirl.trainer.checkpoint_folder import complete, latest
 
-STEP_NAME = re.compile(r"step_(\d+)")
+__all__ = ["CheckpointError", "Checkpoints", "Part", "complete", "latest", "load", "load_weights"]
+
+R = TypeVar("R")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written."""
 
 
 class Part(Protocol):
     """What is saved under a name: `actor`, `critic`."""
 
+    num_steps: int
+    """Updates so far: the place in the learning-rate schedule."""
+
     @property
     def model(self) -> nn.Module: ...
     @property
     def optimizer(self) -> Optimizer: ...
+
+
+class Checkpoints:
+    """Writes the checkpoints of a run into `directory`, one at a time.
+
+    In the `background`, `save` copies the state to host memory (which keeps room for one copy of
+    this rank's shards) and a thread writes it while the training goes on; the next `save` waits for
+    it. A write that fails on any rank fails on all of them: CheckpointError comes from the next
+    call of any method. Every rank makes one and calls it with the others; what a run that was
+    killed left half-written is removed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        world: Dist,
+        *,
+        max_to_keep: int | None = None,
+        background: bool = True,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        self.directory = directory
+        self._world = world
+        self._max_to_keep = max_to_keep
+        self._background = background
+        # A group of its own: its collectives run beside those of the training.
+        wait_s = timedelta(seconds=timeout_s)
+        self._group = dist.new_group(backend="gloo", timeout=wait_s) if background else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[float] | None = None
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=world.device.type == "cuda",
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=False,
+            )
+        )
+        if world.is_main:
+            folder.clean_up(directory)
+        world.barrier()
+
+    def save(self, step: int, parts: Mapping[str, Part], extra: dict[str, Any]) -> Path:
+        """Write `directory/step_<step>`, in the background or at once, and return its path.
+
+        Then all but the newest `max_to_keep` are deleted. `extra` must fit into JSON.
+        """
+        self.wait()
+        state: dict[str, Any] = _state(parts)
+        if self._background:
+            state = self._stager.stage(state)  # type: ignore[assignment]  # no future: not async
+        meta = {
+            "step": step,
+            "parameters": _shapes(parts),
+            "num_updates": {name: part.num_steps for name, part in parts.items()},
+            "extra": extra,
+        }
+        numbers = _random_state(self._world.device)
+        # as text, since `extra` may change while the thread writes
+        work = self._thread.submit(self._write, step, state, json.dumps(meta), json.dumps(numbers))
+        self._writing = work
+        if not self._background:
+            self.wait()
+        return self._final(step)
+
+    def wait(self) -> None:
+        """Return when nothing is being written. Raises CheckpointError."""
+        if self._writing:
+            wait([self._writing])
+            self._writing.result()
+
+    def poll(self) -> float | None:
+        """Seconds that the write took which has ended since the last call. Raises CheckpointError.
+
+        Does not wait.
+        """
+        if self._writing is None or not self._writing.done():
+            return None
+        seconds, self._writing = self._writing.result(), None
+        return seconds
+
+    def close(self, timeout_s: float) -> None:
+        """Let a write that has begun go on for so many seconds, however the run ends."""
+        if self._writing:
+            wait([self._writing], timeout_s)
+
+    def _final(self, step: int) -> Path:
+        return self.directory / f"step_{step:06d}"
+
+    def _write(self, step: int, state: dict[str, Any], meta: str, numbers: str) -> float:
+        """In the thread; every collective here is over its own group. Seconds."""
+        start = time.perf_counter()
+        final = self._final(step)
+        partial = final.with_name(f".{final.name}.partial")
+        try:
+            self._on_main(lambda: folder.prepare(partial))
+            dcp.save(state, checkpoint_id=partial / "state", process_group=self._group)
+            sums = self._everywhere(lambda: self._write_numbers(partial, numbers))
+            self._on_main(lambda: self._publish(partial, final, json.loads(meta), sums))
+        except CheckpointException as error:  # is no Exception; every rank has the same one
+            [(rank, (cause, _)), *_] = error.failures.items()
+            raise self._failed(partial, f"rank {rank}: {_first_line(cause)}") from error
+        except OSError as error:
+            raise self._failed(partial, str(error)) from error
+        return time.perf_counter() - start
+
+    def _write_numbers(self, partial: Path, numbers: str) -> dict[str, str]:
+        """This rank's random states; the checksums of all that it has written."""
+        rank = self._world.rank
+        own = partial / f"rng_{rank}.json"
+        folder.write_text(own, numbers)
+        return folder.digests(partial, [own, *partial.glob(f"state/__{rank}_*")])
+
+    def _publish(
+        self, partial: Path, final: Path, meta: dict[str, Any], parts: list[dict[str, str]]
+    ) -> None:
+        sums = {name: value for part in parts for name, value in part.items()}
+        sums |= folder.digests(partial, [partial / "state" / ".metadata"])
+        meta["bytes"] = {name: (partial / name).stat().st_size for name in sums}
+        folder.write_json(partial / folder.META, meta)
+        folder.write_sums(partial, sums | folder.digests(partial, [partial / folder.META]))
+        folder.publish(partial, final)
+        if self._max_to_keep:
+            folder.keep_newest(self.directory, self._max_to_keep)
+
+    def _on_main(self, work: Callable[[], None]) -> None:
+        self._everywhere(work if self._world.is_main else lambda: None)
+
+    def _everywhere(self, work: Callable[[], R]) -> list[R]:
+        """Do `work` on every rank; what came of it, by rank. OSError on all where one fails."""
+        result, problem = None, ""
+        try:
+            result = work()
+        except OSError as error:
+            problem = str(error)
+        outcomes: list[Any] = [None] * self._world.world_size
+        dist.all_gather_object(outcomes, (result, problem), group=self._group)
+        for rank, (_, words) in enumerate(outcomes):
+            if words:
+                raise OSError(f"rank {rank}: {words}")
+        return [result for result, _ in outcomes]
+
+    def _failed(self, partial: Path, problem: str) -> CheckpointError:
+        if self._world.is_main:
+            shutil.rmtree(partial, ignore_errors=True)  # gives back what room it took
+        whole = latest(self.directory)
+        last = f"the last one is {whole}" if whole else "there is none yet"
+        return CheckpointError(
+            f"{partial}: the checkpoint could not be written: {problem}; make room there, or let "
+            f"this user write there, and start again: the run goes on from its last checkpoint "
+            f"({last})"
+        )
 
 
 def save(
@@ -52,47 +222,9 @@ def save(
     *,
     max_to_keep: int | None = None,
 ) -> Path:
-    """Write `directory/step_<step>` and return it; then delete all but the newest `max_to_keep`.
-
-    `extra` (data position, schedule, weight version ...) must fit into JSON. The random states of
-    Python and torch are saved per rank. Every rank takes part.
-    """
-    final = directory / f"step_{step:06d}"
-    partial = directory / f".{final.name}.partial"
-    if world.is_main:
-        for stale in directory.glob(".step_*"):
-            shutil.rmtree(stale)
-        partial.mkdir(parents=True)
-    world.barrier()
-    dcp.save(_state(parts), checkpoint_id=partial / "state")
-    _write_json(partial / f"rng_{world.rank}.json", _random_state())
-    world.barrier()
-    if world.is_main:
-        meta = {"step": step, "parameters": _shapes(parts), "extra": extra}
-        _write_json(partial / "meta.json", meta)
-        _sync_folder(partial / "state")
-        _sync_folder(partial)
-        replaced = directory / f".{final.name}.replaced"
-        if final.exists():
-            final.rename(replaced)
-        partial.rename(final)
-        _sync_folder(directory)
-        shutil.rmtree(replaced, ignore_errors=True)  # where there was none
-        for old in [path for _, path in complete(directory)][: -max_to_keep if max_to_keep else 0]:
-            shutil.rmtree(old)
-    world.barrier()
-    return final
-
-
-def complete(directory: Path) -> list[tuple[int, Path]]:
-    """The checkpoints in `directory` with their steps, oldest first."""
-    found = [(STEP_NAME.fullmatch(path.name), path) for path in directory.glob("step_*")]
-    return sorted((int(m[1]), path) for m, path in found if m and (path / "meta.json").is_file())
-
-
-def latest(directory: Path) -> Path | None:
-    """The newest complete checkpoint, or None."""
-    return max(complete(directory), default=(0, None))[1]
+    """Write one checkpoint and wait for it; see Checkpoints."""
+    checkpoints = Checkpoints(directory, world, max_to_keep=max_to_keep, background=False)
+    return checkpoints.save(step, parts, extra)
 
 
 def load(path: Path, parts: Mapping[str, Part], world: Dist) -> dict[str, Any]:
@@ -100,9 +232,11 @@ def load(path: Path, parts: Mapping[str, Part], world: Dist) -> dict[str, Any]:
 
     The number of ranks may differ from that of the run that saved (then ranks beyond it keep
     their random state). Parts of the checkpoint that are not asked for stay unread. Raises
-    ConfigError when it lacks one, or is another model's. Every rank takes part.
+    ConfigError when a file is missing or damaged, it lacks a part, or is another model's. Every
+    rank takes part.
     """
-    meta = json.loads((path / "meta.json").read_text())
+    _verify(path, world)
+    meta = folder.read_meta(path)
     for name, shapes in _shapes(parts).items():
         _check_same_model(path, name, meta["parameters"].get(name), shapes)
     state = _state(parts)
@@ -115,24 +249,40 @@ def load(path: Path, parts: Mapping[str, Part], world: Dist) -> dict[str, Any]:
             model_state_dict=loaded["model"],
             optim_state_dict=loaded["optimizer"],
         )
+        part.num_steps = meta["num_updates"][name]
     random_state = path / f"rng_{world.rank}.json"
     if random_state.is_file():
-        _set_random_state(json.loads(random_state.read_text()))
+        _set_random_state(json.loads(random_state.read_text()), world.device)
     return {"step": meta["step"]} | meta["extra"]
 
 
 def load_weights(path: Path, part: str, model: PreTrainedModel) -> None:
-    """Fill `model` with the weights of `part` (`actor`, `critic`); ConfigError if it is another's.
+    """Fill `model` with the weights of `part` (`actor`, `critic`); ConfigError if it is another's,
+    or a file is missing or damaged.
 
     Needs no other rank, whatever the number that saved.
     """
-    saved = json.loads((path / "meta.json").read_text())["parameters"].get(part)
+    _verify(path, None)
+    saved = folder.read_meta(path)["parameters"].get(part)
     _check_same_model(path, part, saved, _shapes_of(model))
     weights = get_model_state_dict(model)
     with warnings.catch_warnings():  # it says that there is no other rank
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load({part: {"model": weights}}, checkpoint_id=path / "state", no_dist=True)
     set_model_state_dict(model, weights)
+
+
+def _verify(path: Path, world: Dist | None) -> None:
+    """ConfigError on every rank when any file is not as it was written; each checks its share."""
+    rank, size = (world.rank, world.world_size) if world else (0, 1)
+    problem = ""
+    try:
+        folder.check_files(path, folder.read_sums(path)[rank::size])
+    except ValueError as error:
+        problem = str(error)
+    problems = [p.decode() for p in world.gather_bytes(problem.encode())] if world else [problem]
+    for problem in filter(None, problems):
+        raise folder.damaged(path, problem)
 
 
 def _state(parts: Mapping[str, Part]) -> dict[str, Any]:
@@ -164,30 +314,35 @@ def _check_same_model(path: Path, part: str, saved: dict[str, Any] | None, here:
     )
 
 
-def _random_state() -> dict[str, Any]:
+def _random_state(device: torch.device) -> dict[str, Any]:
     version, words, gauss = random.getstate()
-    torch_state = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
-    return {"python": [version, list(words), gauss], "torch": torch_state}
+    name, keys, *more = np.random.get_state(legacy=True)
+    state = {
+        "python": [version, list(words), gauss],
+        "numpy": [name, keys.tolist(), *more],  # type: ignore[union-attr]  # legacy: an array
+        "torch": _to_text(torch.get_rng_state()),
+    }
+    if device.type == "cuda":
+        state["cuda"] = _to_text(torch.cuda.get_rng_state(device))
+    return state
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
-    torch_state = bytearray(base64.b64decode(state["torch"]))
-    torch.set_rng_state(torch.frombuffer(torch_state, dtype=torch.uint8))
+    np.random.set_state(tuple(state["numpy"]))
+    torch.set_rng_state(_from_text(state["torch"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_from_text(state["cuda"]), device)
 
 
-def _write_json(path: Path, value: Any) -> None:
-    with path.open("w") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
+def _to_text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
 
 
-def _sync_folder(path: Path) -> None:
-    """Make the names in a folder durable, as fsync of a file does not."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _from_text(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -107,19 +107,13 @@ class PolicyTrainer(TrainedModel, LanguageModel):
         critic: CriticTrainer | None = None,
         max_to_keep: int | None = None,
     ) -> Path:
-        """Write a checkpoint of policy and critic; see `minirl.trainer.checkpoint.save`."""
-        parts = _parts(self, critic)
-        extra = extra | {"num_updates": {name: part.num_steps for name, part in parts.items()}}
+        """Write a checkpoint of policy and critic, and wait; see `checkpoint.save`."""
+        parts = trained_parts(self, critic)
         return checkpoint.save(directory, step, parts, extra, self.world, max_to_keep=max_to_keep)
 
     def load(self, path: Path, critic: CriticTrainer | None = None) -> dict[str, Any]:
         """Go on from a checkpoint, the critic too; return `{"step": ..., **extra}`."""
-        parts = _parts(self, critic)
-        extra = checkpoint.load(path, parts, self.world)
-        num_updates = extra.pop("num_updates")
-        for name, part in parts.items():
-            part.num_steps = num_updates[name]
-        return extra
+        return checkpoint.load(path, trained_parts(self, critic), self.world)
 
     def load_latest(
         self, run_dir: Path, critic: CriticTrainer | None = None
@@ -183,7 +177,8 @@ class PolicyTrainer(TrainedModel, LanguageModel):
         )
 
 
-def _parts(policy: PolicyTrainer, critic: CriticTrainer | None) -> dict[str, TrainedModel]:
+def trained_parts(policy: PolicyTrainer, critic: CriticTrainer | None) -> dict[str, TrainedModel]:
+    """What a checkpoint holds, by name."""
     return {"actor": policy} | ({"critic": critic} if critic else {})
 
 

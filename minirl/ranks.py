@@ -1,0 +1,203 @@
+"""What each rank is at, known to the others also when it hangs or is gone.
+
+All ranks of the machine map one file, in which each has a slot: its phase (`step 3, update_actor`),
+the operation of the trainer in it, and since when. The file has no name, so nothing of it stays.
+"""
+
+import asyncio
+import json
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+SLOT_BYTES = 8192
+MAX_WORDS = 1000
+"""Characters of a failure; escaped in JSON they still fit into a slot."""
+POLL_S = 1.0
+
+
+class RankLostError(RuntimeError):
+    """Another rank hangs, or is gone without a word."""
+
+
+class RankFailedError(RuntimeError):
+    """Another rank failed; the message is its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank is."""
+
+    rank: int
+    pid: int
+    since: float
+    """By time.monotonic(), which is the same for all processes."""
+    state: Literal["running", "ending", "failed"] = "running"
+    phase: str = "the start"
+    operation: str = ""
+    words: str = ""
+    """Why it failed."""
+
+    @property
+    def process(self) -> Literal["runs", "is stopped", "is gone"]:
+        """What the kernel says; a zombie is gone."""
+        try:
+            letter = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return "is gone"
+        if letter in "ZX":
+            return "is gone"
+        return "is stopped" if letter in "Tt" else "runs"
+
+    def __str__(self) -> str:
+        what = f"{self.phase} ({self.operation})" if self.operation else self.phase
+        seconds = time.monotonic() - self.since
+        who = f"rank {self.rank} (process {self.pid} {self.process})"
+        return f"{who}, which has been in {what} for {seconds:.0f} s"
+
+
+class Ranks:
+    """The places of all ranks. In a world of one, and before `join`, there are no others."""
+
+    def __init__(self) -> None:
+        self._place = Place(rank=0, pid=os.getpid(), since=time.monotonic())
+        self._size = 1
+        self._slots: mmap.mmap | None = None
+        self.timeout_s = float("inf")
+
+    def join(self, rank: int, size: int, timeout_s: float, broadcast: Callable[[str], str]) -> None:
+        """Map the file that rank 0 makes; `broadcast(text)` gives every rank rank 0's text, and
+        `timeout_s` is trainer.collective_timeout_s. Every rank calls it."""
+        descriptor, path = tempfile.mkstemp(prefix="minirl-") if rank == 0 else (-1, "")
+        if rank == 0:
+            os.truncate(descriptor, size * SLOT_BYTES)
+        path = broadcast(path)
+        if rank:
+            descriptor = os.open(path, os.O_RDWR)
+        self._slots = mmap.mmap(descriptor, size * SLOT_BYTES)
+        os.close(descriptor)
+        self._size, self.timeout_s = size, timeout_s
+        self._set(Place(rank=rank, pid=os.getpid(), since=time.monotonic()))
+        broadcast("")  # all have opened it
+        broadcast("")  # and rank 0 knows
+        if rank == 0:
+            os.unlink(path)
+
+    def leave(self) -> None:
+        """There are no others any more."""
+        self._slots, self._size, self.timeout_s = None, 1, float("inf")
+
+    def phase(self, name: str) -> None:
+        """From now on this rank is in `name`."""
+        self._set(replace(self._place, phase=name, since=time.monotonic()))
+
+    @contextmanager
+    def operation(self, name: str) -> Iterator[None]:
+        """This rank is in `name` inside."""
+        outer = self._place.operation
+        self._set(replace(self._place, operation=name, since=time.monotonic()))
+        try:
+            yield
+        finally:
+            self._set(replace(self._place, operation=outer))
+
+    def run(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """`function(*args, **kwargs)`, an operation of the trainer. Where it fails because another
+        rank does, RankFailedError or RankLostError names that one."""
+        start = time.monotonic()
+        with self.operation(name):
+            try:
+                return function(*args, **kwargs)
+            except RuntimeError as error:  # what collectives raise
+                self._blame(error, time.monotonic() - start)
+                self.failed(error)
+                raise
+            except Exception as error:
+                self.failed(error)
+                raise
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """The others are told that, and how, it ends inside."""
+        try:
+            yield
+        except Exception as error:
+            self.failed(error)
+            raise
+        finally:
+            if self._place.state == "running":
+                self._set(replace(self._place, state="ending"))
+
+    def failed(self, error: Exception) -> None:
+        """This rank fails of itself; the first reason counts."""
+        if self._place.state == "running" and not isinstance(
+            error, RankFailedError | RankLostError
+        ):
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            words = f"rank {self._place.rank}: {type(error).__name__}: {error}"[:MAX_WORDS]
+            self._set(replace(self._place, state="failed", words=words))
+
+    async def watch(self) -> None:
+        """RankLostError when a rank is gone without a word, or stopped for longer than
+        trainer.collective_timeout_s. For every rank, all along."""
+        stopped_s: dict[int, float] = {}
+        while True:
+            await asyncio.sleep(POLL_S)
+            for place in self._others():
+                if place.state == "running" and place.process == "is gone":
+                    raise RankLostError(f"lost {place}")
+                is_stopped = place.process == "is stopped"
+                # counted, not measured: this process may have been stopped with the others
+                stopped_s[place.rank] = stopped_s.get(place.rank, 0.0) + POLL_S if is_stopped else 0
+                if stopped_s[place.rank] > self.timeout_s:
+                    raise RankLostError(f"lost {place} {self._limit}")
+
+    @property
+    def _limit(self) -> str:
+        return f"(trainer.collective_timeout_s={self.timeout_s:g})"
+
+    def _blame(self, error: RuntimeError, waited_s: float) -> None:
+        """Raise what names the rank why `error` came up here, if it is another one's fault."""
+        others = self._others()
+        if failed := [place for place in others if place.state == "failed"]:
+            raise RankFailedError(min(failed, key=lambda place: place.since).words) from error
+        here = (self._place.phase, self._place.operation)
+        elsewhere = [place for place in others if (place.phase, place.operation) != here]
+        lost = [place for place in others if place.process != "runs" or place.state == "ending"]
+        if not lost and waited_s >= self.timeout_s:
+            lost = elsewhere or others
+        if lost:
+            reason = str(error).splitlines()[0]
+            raise RankLostError(
+                f"waited in {self._place.phase} ({self._place.operation}) {self._limit} for "
+                f"{'; '.join(map(str, lost))}: {reason}"
+            ) from error
+
+    def _others(self) -> list[Place]:
+        return [self._read(rank) for rank in range(self._size) if rank != self._place.rank]
+
+    def _read(self, rank: int) -> Place:
+        assert self._slots is not None
+        start = rank * SLOT_BYTES
+        return Place(**json.loads(self._slots[start : start + SLOT_BYTES].rstrip(b"\0")))
+
+    def _set(self, place: Place) -> None:
+        self._place = place
+        if self._slots is not None:
+            start = place.rank * SLOT_BYTES
+            text = json.dumps(asdict(place)).encode()
+            self._slots[start : start + SLOT_BYTES] = text.ljust(SLOT_BYTES, b"\0")
+
+
+RANKS = Ranks()
+"""As this process knows them."""
