@@ -1,5 +1,7 @@
 """The policy's update, and the frozen reference."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,10 @@ from minirl.algorithms import (
 from minirl.config import ActorConfig, Config, ConfigError
 from minirl.distributed import Dist
 from minirl.registry import option_names
-from minirl.trainer import checkpoint
+from minirl.trainer import checkpoint, lora
+from minirl.trainer.buckets import WeightBuckets
 from minirl.trainer.critic import CriticTrainer
-from minirl.trainer.fsdp import WeightBuckets, check_model, compute_dtype, load_model
+from minirl.trainer.fsdp import check_lora, check_model, compute_dtype, load_model
 from minirl.trainer.logprobs import token_logprobs
 from minirl.trainer.model import LanguageModel
 from minirl.trainer.update import Totals, TrainedModel, UpdateSettings, learning_rate
@@ -36,6 +39,7 @@ def check_config(config: Config) -> None:
         if path is not None:
             key = f"{section}.path"
             check_model(config.model, config.max_model_len, path=path, key=key)
+    check_lora(config.model)
     loss_options(config.actor)
 
 
@@ -67,8 +71,8 @@ class ReferencePolicy(LanguageModel):
     def __init__(self, config: Config, world: Dist) -> None:
         assert config.ref is not None
         path = config.ref.path or config.model.path
-        model = load_model(path, config.model, world, key="ref.path")
-        super().__init__(config, world, model.requires_grad_(False))
+        model = load_model(path, config.model, world, key="ref.path", frozen=True)
+        super().__init__(config, world, model)
 
 
 class PolicyTrainer(TrainedModel, LanguageModel):
@@ -84,7 +88,8 @@ class PolicyTrainer(TrainedModel, LanguageModel):
         self.loss_options = loss_options(actor)
         self.loss_needs = requirements(POLICY_LOSSES.find(actor.policy_loss.loss_mode))
         learning_rate(actor.optim, 0, total_steps)
-        model = load_model(config.model.path, config.model, world)
+        seed = derive_seed(config.trainer.seed, "lora") if config.model.lora_rank else None
+        model = load_model(config.model.path, config.model, world, adapter_seed=seed)
         settings = UpdateSettings(
             optim=actor.optim,
             ppo_epochs=actor.ppo_epochs,
@@ -95,7 +100,7 @@ class PolicyTrainer(TrainedModel, LanguageModel):
         super().__init__(config, world, model, settings, total_steps)
         megabytes = config.rollout.update_weights_bucket_megabytes
         dtype = compute_dtype(config.model, world.device)
-        self.weights = WeightBuckets(model, megabytes * 2**20, dtype)
+        self.weights = WeightBuckets(model, megabytes * 2**20, dtype, self.on_device)
         """The full weights in the engine's dtype; iterate on every rank."""
 
     def save(
@@ -110,12 +115,16 @@ class PolicyTrainer(TrainedModel, LanguageModel):
         """Write a checkpoint of policy and critic; see `minirl.trainer.checkpoint.save`."""
         parts = _parts(self, critic)
         extra = extra | {"num_updates": {name: part.num_steps for name, part in parts.items()}}
-        return checkpoint.save(directory, step, parts, extra, self.world, max_to_keep=max_to_keep)
+        with _on_device(parts):
+            return checkpoint.save(
+                directory, step, parts, extra, self.world, max_to_keep=max_to_keep
+            )
 
     def load(self, path: Path, critic: CriticTrainer | None = None) -> dict[str, Any]:
         """Go on from a checkpoint, the critic too; return `{"step": ..., **extra}`."""
         parts = _parts(self, critic)
-        extra = checkpoint.load(path, parts, self.world)
+        with _on_device(parts):
+            extra = checkpoint.load(path, parts, self.world)
         num_updates = extra.pop("num_updates")
         for name, part in parts.items():
             part.num_steps = num_updates[name]
@@ -185,6 +194,37 @@ class PolicyTrainer(TrainedModel, LanguageModel):
 
 def _parts(policy: PolicyTrainer, critic: CriticTrainer | None) -> dict[str, TrainedModel]:
     return {"actor": policy} | ({"critic": critic} if critic else {})
+
+
+@contextmanager
+def _on_device(parts: dict[str, TrainedModel]) -> Iterator[None]:
+    """With what `actor.offload` keeps elsewhere."""
+    with ExitStack() as stack:
+        for part in parts.values():
+            stack.enter_context(part.on_device(optimizer=True))
+        yield
+
+
+class AdapterlessPolicy:
+    """The reference policy of a LoRA run, without a copy: the policy with its adapter disabled."""
+
+    def __init__(self, policy: PolicyTrainer) -> None:
+        self._policy = policy
+
+    def compute_logprobs(self, batch: MicroBatch) -> Tensor:
+        """See LanguageModel."""
+        with lora.adapter_disabled(self._policy.model):
+            return self._policy.compute_logprobs(batch)
+
+
+def make_reference(
+    config: Config, world: Dist, policy: PolicyTrainer
+) -> ReferencePolicy | AdapterlessPolicy:
+    """What `ref` asks for."""
+    assert config.ref is not None
+    if config.model.lora_rank and config.ref.path is None:
+        return AdapterlessPolicy(policy)
+    return ReferencePolicy(config, world)
 
 
 def _loss_inputs(batch: MicroBatch, logprobs: Tensor) -> LossInputs:

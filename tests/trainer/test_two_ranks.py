@@ -29,8 +29,8 @@ from minirl.config import (
 )
 from minirl.distributed import Dist
 from minirl.trainer import checkpoint
+from minirl.trainer.buckets import WeightBuckets
 from minirl.trainer.critic import CriticTrainer
-from minirl.trainer.fsdp import WeightBuckets
 from minirl.trainer.policy import PolicyTrainer
 from minirl.trainer.reward_model import RewardModel, pack_sequences
 from minirl.types import MicroBatch
