@@ -45,7 +45,7 @@ class ModelConfig:
     lora_rank: int = 0
     """Above 0, only a low-rank adapter of this rank is trained (LoRA, by the library peft); the
     engine gets the merged weights, and the model without it is the reference policy."""
-    lora_alpha: float = 32.0
+    lora_alpha: int = 32
     """The adapter counts lora_alpha / lora_rank times."""
     lora_target_modules: list[str] = field(default_factory=list)
     """Linear modules of the decoder layers that get an adapter (q_proj ...); [] = all of them."""

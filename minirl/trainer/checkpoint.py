@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -32,6 +33,10 @@ from minirl.config import ConfigError
 from minirl.distributed import Dist
 
 STEP_NAME = re.compile(r"step_(\d+)")
+
+
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+"""What an adapter leaves as it was is in its model's folder; _check_same_model is strict."""
 
 
 class Part(Protocol):
@@ -114,6 +119,7 @@ def load(path: Path, parts: Mapping[str, Part], world: Dist) -> dict[str, Any]:
             part.optimizer,
             model_state_dict=loaded["model"],
             optim_state_dict=loaded["optimizer"],
+            options=TRAINED,
         )
     random_state = path / f"rng_{world.rank}.json"
     if random_state.is_file():
@@ -128,15 +134,18 @@ def load_weights(path: Path, part: str, model: PreTrainedModel) -> None:
     """
     saved = json.loads((path / "meta.json").read_text())["parameters"].get(part)
     _check_same_model(path, part, saved, _shapes_of(model))
-    weights = get_model_state_dict(model)
+    weights = get_model_state_dict(model, options=TRAINED)
     with warnings.catch_warnings():  # it says that there is no other rank
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load({part: {"model": weights}}, checkpoint_id=path / "state", no_dist=True)
-    set_model_state_dict(model, weights)
+    set_model_state_dict(model, weights, options=TRAINED)
 
 
 def _state(parts: Mapping[str, Part]) -> dict[str, Any]:
-    states = {name: get_state_dict(part.model, part.optimizer) for name, part in parts.items()}
+    states = {
+        name: get_state_dict(part.model, part.optimizer, options=TRAINED)
+        for name, part in parts.items()
+    }
     return {name: {"model": m, "optimizer": o} for name, (m, o) in states.items()}
 
 
@@ -145,7 +154,7 @@ def _shapes(parts: Mapping[str, Part]) -> dict[str, dict[str, list[int]]]:
 
 
 def _shapes_of(model: nn.Module) -> dict[str, list[int]]:
-    return {name: list(p.shape) for name, p in model.named_parameters()}
+    return {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _check_same_model(path: Path, part: str, saved: dict[str, Any] | None, here: Any) -> None:

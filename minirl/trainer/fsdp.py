@@ -136,14 +136,14 @@ def load_model(
         return _prepare(plain, model, key)
 
     if not is_sharded(world):
-        return prepare(_read_weights(path, model, key, head, kept_in))
+        return prepare(read_weights(path, model, key, head, kept_in))
     sharded = shard(prepare(empty_model(path, model, key, head, kept_in)), world, dtype)
     files = _open_files(path, key, world)
     wanted = _from_files(sharded, files, head)
     if all(files.shape(name) == parameter.shape for name, parameter in wanted.items()):
         _read_rows(files, wanted)
     else:
-        full = _read_weights(path, model, key, head, kept_in) if world.is_main else None
+        full = read_weights(path, model, key, head, kept_in) if world.is_main else None
         _scatter(full, wanted)
     return sharded
 
@@ -303,9 +303,14 @@ def rows_per_rank(parameter: DTensor) -> int:
     return -(-parameter.shape[0] // parameter.device_mesh.size())
 
 
-def _read_weights(
-    path: str, model: ModelConfig, key: str, head: Head, dtype: torch.dtype
+def read_weights(
+    path: str,
+    model: ModelConfig,
+    key: str = "model.path",
+    head: Head = "vocabulary",
+    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
+    """The whole model as transformers reads it; ConfigError for weights that are missing."""
     disable_progress_bar()  # it would draw over the run's own display
     try:
         with _no_report():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -34,8 +35,8 @@ def check_library() -> None:
 def add_adapter(model: PreTrainedModel, settings: ModelConfig, seed: int) -> None:
     """Put an adapter into `model` and freeze the rest.
 
-    A is drawn by `seed`, alike on every rank, B is 0: the policy starts as it is. Raises ConfigError
-    for target modules that are not there or cannot have one.
+    A is drawn by `seed`, alike on every rank, B is 0: the policy starts as it is. Raises
+    ConfigError for target modules that are not there or cannot have one.
     """
     from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
@@ -121,17 +122,11 @@ def merged(bucket: list[tuple[str, Tensor]], scaling: float) -> list[tuple[str, 
     return plain
 
 
-def save_adapter(model: Any, weights: dict[str, Tensor], folder: Path) -> None:
-    """Write PEFT's adapter_model.safetensors and adapter_config.json.
-
-    `weights` are the adapter's full parameters by their names in `model`.
-    """
-    from peft.utils import get_peft_model_state_dict
-    from safetensors.torch import save_file
-
+def save_adapter(model: Any, folder: Path) -> None:
+    """Write the adapter of a model that is not sharded as PEFT does: adapter_model.safetensors and
+    adapter_config.json, which names the folder of the base model."""
     folder.mkdir()
-    state = get_peft_model_state_dict(model, state_dict=weights)
-    named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in state.items()}
+    named = {f"base_model.model.{k}": v for k, v in model.get_adapter_state_dict().items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     [config] = model.peft_config.values()
     config.save_pretrained(folder)
