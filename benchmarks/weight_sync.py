@@ -70,7 +70,7 @@ def measure(runner: asyncio.Runner, name: str, engine: str, repetitions: int) ->
     async def steady() -> None:
         await sync(policy.weights, sync.version + 1)
         for phase, seconds in sync.seconds.items():
-            phases.setdefault(f"seconds {phase}", []).append(seconds)
+            phases.setdefault(f"seconds of it, {phase}", []).append(seconds)
 
     async def prove() -> None:
         await sync.check(policy.score, seed=sync.version)

@@ -185,6 +185,8 @@ class Steps:
         """The policy's weights into the engines, with proof."""
         run, check = self._run, self._config.rollout.sync_check
         await run.sync(run.policy.weights, self.number)
+        phases = {f"perf/weight_sync_s/{name}": s for name, s in run.sync.seconds.items()}
+        self._metrics.update(phases, reduce="last")
         if check:
             seed = derive_seed(self._config.trainer.seed, self.number, "probe")
             difference = await run.sync.check(run.policy.score, seed)

@@ -21,6 +21,7 @@ from minirl.config import ActorConfig, Config, ConfigError
 from minirl.distributed import Dist
 from minirl.registry import option_names
 from minirl.trainer import checkpoint, lora
+from minirl.trainer.attention import varlen_kernel
 from minirl.trainer.buckets import WeightBuckets
 from minirl.trainer.critic import CriticTrainer
 from minirl.trainer.fsdp import check_lora, check_model, compute_dtype, load_model
@@ -88,6 +89,8 @@ class PolicyTrainer(TrainedModel, LanguageModel):
         self.loss_options = loss_options(actor)
         self.loss_needs = requirements(POLICY_LOSSES.find(actor.policy_loss.loss_mode))
         learning_rate(actor.optim, 0, total_steps)
+        dtype = compute_dtype(config.model, world.device)
+        varlen_kernel(world.device.type, dtype)  # says in the log which one computes attention
         seed = derive_seed(config.trainer.seed, "lora") if config.model.lora_rank else None
         model = load_model(config.model.path, config.model, world, adapter_seed=seed)
         settings = UpdateSettings(
@@ -99,7 +102,6 @@ class PolicyTrainer(TrainedModel, LanguageModel):
         )
         super().__init__(config, world, model, settings, total_steps)
         megabytes = config.rollout.update_weights_bucket_megabytes
-        dtype = compute_dtype(config.model, world.device)
         self.weights = WeightBuckets(model, megabytes * 2**20, dtype, self.on_device)
         """The full weights in the engine's dtype; iterate on every rank."""
 
