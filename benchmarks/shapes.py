@@ -25,6 +25,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": False,
     },
+    "medium": {
+        "vocab_size": 8192,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    },
     "qwen3-0.6b": QWEN3
     | {
         "hidden_size": 1024,

@@ -1,10 +1,13 @@
 """What the trainer's speed and memory are made of; compared arms are interleaved in one run.
 
-    python -m benchmarks.train_step [--parts logprobs packing phases trl] [--model debug]
+    python -m benchmarks.train_step [--parts logprobs packing phases trl ...] [--model debug]
                                     [--mix agent] [--repetitions 5] [--out build/train_step.json]
 
     logprobs   log-probabilities and gradients of a large vocabulary: a few rows of logits at a time
                (what the trainer does) against all at once; time, and peak memory
+    vocabulary the peak memory of forward and backward over 16 384 tokens with 152 000 words, over
+               that of the layers alone (activations and gradients): at most 1.5
+    compile    a pass with model.compile over one without it, for batches of changing lengths
     packing    an update's gradients: packed to a token budget (what the trainer does) against rows
                padded to the longest allowed; time, padding, and how far the gradients differ
     phases     old log-probabilities and update: seconds, tokens and operations per second, the
@@ -20,7 +23,9 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.measure import Arms, interleave, machine, ratios, show
 from benchmarks.shapes import SHAPES, random_model
@@ -38,8 +44,12 @@ from minirl.distributed import distributed
 from minirl.trainer import attention, logprobs, packing
 from minirl.trainer.flops import forward_flops
 from minirl.trainer.policy import PolicyTrainer, loss_options
+from minirl.trainer.reward_model import pack_sequences
 from minirl.trainer.update import Totals
 from minirl.types import LossInputs, MicroBatch, TokenOutput, Trajectory
+
+SCORES, PASSES = ("at_once", "chunks"), ("layers", "model")
+"""Whose peak memory is measured in a process of its own."""
 
 MIXES = {
     "agent": (1 / 16, 1.0, 0.14),  # many short conversations, few that reach the limit
@@ -57,7 +67,8 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parts = ["logprobs", "packing", "phases", "trl"]  # the others take minutes on a CPU
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=parts)
     parser.add_argument("--model", choices=SHAPES, default="debug")
     parser.add_argument("--mix", choices=MIXES, default="agent")
     parser.add_argument("--sequences", type=int, default=64)
@@ -65,10 +76,13 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("build/train_step.json"))
-    parser.add_argument("--peak-of", choices=("chunks", "at_once"), help=argparse.SUPPRESS)
+    parser.add_argument("--words", type=int, default=152_000, help="of the part vocabulary")
+    parser.add_argument("--peak-of", choices=(*SCORES, *PASSES), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peak_of:
-        print(_peak_bytes(arguments.peak_of))
+        arm = arguments.peak_of
+        run = _score_arms()[arm] if arm in SCORES else _pass(arm, arguments)
+        print(_peak_bytes(run))
         return
     results: dict[str, Any] = {"machine": machine(), "arguments": vars(arguments) | {"out": ""}}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -110,9 +124,84 @@ def _score_arms() -> Arms:
     return {"at_once": with_gradient(at_once), "chunks": with_gradient(chunks)}
 
 
-def _peak_bytes(arm: str) -> int:
-    """The most memory that one pass of `arm` holds on top of its inputs."""
-    run = _score_arms()[arm]
+def _pass(arm: str, arguments: argparse.Namespace) -> Callable[[], object]:
+    """Forward and backward of a Qwen3 of four narrow layers over `max_tokens` tokens in sequences
+    of 512: of the layers alone, or with head and log-probabilities."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = SHAPES["debug"] | {
+        "vocab_size": arguments.words,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+    }
+    torch.manual_seed(0)
+    config = Qwen3Config(**shape)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).to(device)
+    lengths = [512] * (arguments.max_tokens // 512)
+    tokens = [torch.randint(arguments.words, (n,)).tolist() for n in lengths]
+    batch = pack_sequences(tokens).to(torch.device(device))
+    batch.response_mask = (batch.positions > 0).float()
+
+    def layers() -> None:
+        logprobs._hidden(model, batch, logprobs._predicted(batch)).sum().backward()
+
+    def model_pass() -> None:
+        logprobs.token_logprobs(model, batch, 1.0)[0].sum().backward()
+
+    return layers if arm == "layers" else model_pass
+
+
+def measure_vocabulary(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The part `vocabulary`."""
+    peaks = {arm: _peak_of(arm, arguments) for arm in PASSES}
+    return {
+        **{f"peak MiB {arm}": peak / 2**20 for arm, peak in peaks.items()},
+        "logits at once would be MiB": arguments.max_tokens * arguments.words * 4 / 2**20,
+        "memory, model / layers": peaks["model"] / peaks["layers"],
+    }
+
+
+def measure_compile(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The part `compile`: log-probabilities and update over three batches of other lengths."""
+    batches = []
+    for number in range(3):
+        varied = argparse.Namespace(**vars(arguments) | {"length": arguments.length - 17 * number})
+        batches.append(_batch(varied))
+    config = _config(arguments)
+    compiled = replace(config, model=replace(config.model, compile=True))
+    with distributed(config) as world:
+        policies = {
+            "plain": PolicyTrainer(config, world),
+            "compile": PolicyTrainer(compiled, world),
+        }
+
+        def work(policy: PolicyTrainer) -> Callable[[], object]:
+            return lambda: [(policy.compute_logprobs(b), policy.update(b)) for b in batches]
+
+        began = time.perf_counter()
+        work(policies["compile"])()
+        first = time.perf_counter() - began
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        arms: Arms = {name: work(policy) for name, policy in policies.items()}
+        seconds = interleave(arms, arguments.repetitions)
+    return {
+        "seconds of the first pass": first,
+        "graphs after the first pass": graphs,
+        "graphs at the end": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        **{f"seconds {name}": values for name, values in seconds.items()},
+        "time, compile / plain": ratios(seconds, "compile", "plain"),
+    }
+
+
+def _peak_of(arm: str, arguments: argparse.Namespace) -> int:
+    """In a process of its own: what one has touched stays with it."""
+    command = [sys.executable, "-m", "benchmarks.train_step", f"--peak-of={arm}"]
+    command += [f"--words={arguments.words}", f"--max-tokens={arguments.max_tokens}"]
+    return int(subprocess.run(command, check=True, capture_output=True).stdout)
+
+
+def _peak_bytes(run: Callable[[], object]) -> int:
+    """The most memory that `run` holds on top of its inputs."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -135,10 +224,7 @@ def measure_logprobs(arguments: argparse.Namespace) -> dict[str, Any]:
     arms = _score_arms()
     seconds = interleave(arms, arguments.repetitions)
     pairs = zip(*(arm() for arm in arms.values()), strict=True)
-    peaks = {}
-    for name in arms:  # a process each: what one has touched stays with it
-        command = [sys.executable, "-m", "benchmarks.train_step", f"--peak-of={name}"]
-        peaks[name] = int(subprocess.run(command, check=True, capture_output=True).stdout)
+    peaks = {name: _peak_of(name, arguments) for name in arms}
     return {
         **{f"seconds {name}": values for name, values in seconds.items()},
         **{f"peak MiB {name}": peak / 2**20 for name, peak in peaks.items()},
@@ -323,6 +409,8 @@ def measure_trl(arguments: argparse.Namespace) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "logprobs": measure_logprobs,
+    "vocabulary": measure_vocabulary,
+    "compile": measure_compile,
     "packing": measure_packing,
     "phases": measure_phases,
     "trl": measure_trl,

@@ -4,7 +4,8 @@
 
 RUN is a run directory (runs/<experiment>), STEP a checkpoint's (the latest unless given), OUT a
 folder that does not exist yet. Weights are safetensors in model.dtype unless --dtype says
-otherwise; the tokenizer and the chat template come along.
+otherwise; the tokenizer and the chat template come along. Of a run with model.lora_rank the weights
+are merged, and OUT/adapter is the adapter alone, in PEFT's format.
 """
 
 import argparse
@@ -13,11 +14,12 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 from minirl.config import Config, ConfigError, load_config
-from minirl.trainer import checkpoint
-from minirl.trainer.fsdp import check_model_folder, empty_model
+from minirl.trainer import checkpoint, lora
+from minirl.trainer.buckets import WeightBuckets
+from minirl.trainer.fsdp import check_model_folder, empty_model, read_weights
 
 
 def export(run: Path, out: Path, *, step: int | None = None, dtype: str | None = None) -> Path:
@@ -30,14 +32,30 @@ def export(run: Path, out: Path, *, step: int | None = None, dtype: str | None =
         raise ConfigError(f"{out}: is there already; name a folder that is not")
     config = _config_of(run)
     source = find_checkpoint(run, step)
-    model = empty_model(config.model.path, config.model)
-    checkpoint.load_weights(source, "actor", model)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of an export that was cut off
+    model = empty_model(config.model.path, config.model)
+    if config.model.lora_rank:
+        _fill_with_merged(model, config, source, partial)
+    else:
+        checkpoint.load_weights(source, "actor", model)
     model.to(getattr(torch, dtype or config.model.dtype)).save_pretrained(partial)
     _save_tokenizer(config, partial)
     partial.rename(out)
     return source
+
+
+@torch.no_grad()
+def _fill_with_merged(model: PreTrainedModel, config: Config, source: Path, folder: Path) -> None:
+    """Of a run that trains an adapter: what the engine got. The adapter goes to folder/adapter."""
+    adapted = read_weights(config.model.path, config.model)
+    lora.add_adapter(adapted, config.model, seed=0)
+    checkpoint.load_weights(source, "actor", adapted)
+    folder.mkdir(parents=True)
+    lora.save_adapter(adapted, folder / "adapter")
+    for bucket in WeightBuckets(adapted, max_bytes=2**30, dtype=torch.float32):
+        for name, tensor in bucket:
+            model.get_parameter(name).copy_(tensor)
 
 
 def find_checkpoint(run: Path, step: int | None = None) -> Path:

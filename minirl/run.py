@@ -35,7 +35,7 @@ from minirl.rollout.worker_pool import begin_imports, open_pool
 from minirl.trainer.checkpoint import Checkpoints
 from minirl.trainer.critic import CriticTrainer
 from minirl.trainer.determinism import deterministic
-from minirl.trainer.policy import PolicyTrainer, ReferencePolicy
+from minirl.trainer.policy import AdapterlessPolicy, PolicyTrainer, ReferencePolicy, make_reference
 from minirl.trainer.reward_model import RewardModel
 from minirl.waits import CONVERSATION, WAITS, within
 
@@ -66,7 +66,7 @@ class Run:
     total_steps: int
     on_trainer: TrainerThread
     policy: PolicyTrainer
-    reference: ReferencePolicy | None
+    reference: ReferencePolicy | AdapterlessPolicy | None
     critic: CriticTrainer | None
     reward_model: RewardModel | None
     checkpoints: Checkpoints | None
@@ -150,9 +150,9 @@ def _total_steps(config: Config, world: Dist, inputs: Inputs | None) -> int:
 
 def _load(
     config: Config, world: Dist, total_steps: int, training: bool
-) -> tuple[PolicyTrainer, ReferencePolicy | None, CriticTrainer | None, RewardModel | None]:
+) -> tuple[PolicyTrainer, Any, CriticTrainer | None, RewardModel | None]:
     policy = PolicyTrainer(config, world, total_steps)
-    reference = ReferencePolicy(config, world) if config.ref and training else None
+    reference = make_reference(config, world, policy) if config.ref and training else None
     critic = CriticTrainer(config, world, total_steps) if config.critic and training else None
     reward_model = RewardModel(config, world) if config.reward.reward_model else None
     return policy, reference, critic, reward_model

@@ -222,6 +222,8 @@ class Steps:
         """The policy's weights into the engines, with proof."""
         run, check = self._run, self._config.rollout.sync_check
         await run.sync(run.policy.weights, self.number)
+        phases = {f"perf/weight_sync_s/{name}": s for name, s in run.sync.seconds.items()}
+        self._metrics.update(phases, reduce="last")
         if check:
             seed = derive_seed(self._config.trainer.seed, self.number, "probe")
             difference = await run.sync.check(run.policy.score, seed)
@@ -399,7 +401,7 @@ class Steps:
     async def _hash_parameters(self) -> None:
         run = self._run
         if self._config.trainer.deterministic:
-            trained = [run.policy.model] + ([run.critic.model] if run.critic else [])
+            trained = trained_parts(run.policy, run.critic).values()
             self._parameters = await run.on_trainer(parameter_hash, trained, run.world)
 
     def _open_journals(self, resumed: int | None) -> int | None:

@@ -1,8 +1,9 @@
 """The trainer's weights into this group's engine, and the proof that they are there."""
 
 import random
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Protocol
 
 import msgspec
@@ -49,30 +50,54 @@ class WeightSync:
         self._vocab_size = vocab_size
         self._buffer: WeightBuffer | None = None
         self.version = 0
+        self.seconds: dict[str, float] = {}
+        """Of the last sync: to wake the engine, gather, copy into the buffer, load, resume."""
 
     async def __call__(self, weights: Weights, version: int) -> None:
         """Send the buckets of `weights` and make them count as `version`."""
         server = self._server
+        self.seconds = {}
         buffer = self._buffer or await self._open(weights.num_bytes)
-        await self._on_trainer(self._world.release_memory)
-        if server:
-            async with self._engine("to wake for its weights"):
-                await server.wake_up(["weights"])
-                await server.start_weight_update()
+        with self._timed("wake"):
+            await self._on_trainer(self._world.release_memory)
+            if server:
+                async with self._engine("to wake for its weights"):
+                    await server.wake_up(["weights"])
+                    await server.start_weight_update()
         buckets = iter(weights)
         # The gather of the next bucket needs every rank, so none overwrites what is being loaded.
-        while (bucket := await self._on_trainer(next, buckets, None)) is not None:
+        while (bucket := await self._gather(buckets)) is not None:
+            await self._load(buffer, bucket)
+        with self._timed("resume"):
+            await self._on_trainer(
+                self._world.release_memory
+            )  # the buckets', and what is offloaded
+            if server:
+                async with self._engine("to begin with its new weights"):
+                    await server.finish_weight_update(version)
+                    await server.wake_up(["kv_cache"])
+        self.version = version
+
+    async def _gather(self, buckets: Iterator[Bucket]) -> Bucket | None:
+        """The next bucket, or None behind the last."""
+        with self._timed("gather"):
+            return await self._on_trainer(next, buckets, None)
+
+    async def _load(self, buffer: WeightBuffer, bucket: Bucket) -> None:
+        with self._timed("copy"):
             info = await self._on_trainer(buffer.write, bucket)
             if buffer.bytes.is_cuda and self._world.tensor_parallel_size > 1:
                 await self._on_trainer(self._world.barrier)  # each worker reads another rank's
-            if server:
+        if self._server:
+            with self._timed("load"):
                 async with self._engine("to load a bucket of weights"):
-                    await server.update_weights(info)
-        if server:
-            async with self._engine("to begin with its new weights"):
-                await server.finish_weight_update(version)
-                await server.wake_up(["kv_cache"])
-        self.version = version
+                    await self._server.update_weights(info)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
 
     async def check(self, score: Callable[[list[int]], Sequence[float]], seed: int) -> float:
         """Mean |difference| of log-probabilities on a probe that the engine samples now.

@@ -13,8 +13,9 @@ import random
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -27,6 +28,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -49,6 +51,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written."""
 
 
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+"""What an adapter leaves as it was is in its model's folder; _check_same_model is strict."""
+
+
 class Part(Protocol):
     """What is saved under a name: `actor`, `critic`."""
 
@@ -59,6 +65,10 @@ class Part(Protocol):
     def model(self) -> nn.Module: ...
     @property
     def optimizer(self) -> Optimizer: ...
+
+    def on_device(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
+        """With what actor.offload keeps elsewhere, inside."""
+        ...
 
 
 class Checkpoints:
@@ -107,9 +117,19 @@ class Checkpoints:
         Then all but the newest `max_to_keep` are deleted. `extra` must fit into JSON.
         """
         self.wait()
-        state: dict[str, Any] = _state(parts)
-        if self._background:
-            state = self._stager.stage(state)  # type: ignore[assignment]  # no future: not async
+        with _on_device(parts):
+            state: dict[str, Any] = _state(parts)
+            if self._background:
+                state = self._stager.stage(state)  # type: ignore[assignment]  # no future: not async
+            self._begin(step, state, parts, extra)
+            if not self._background:
+                self.wait()
+        return self._final(step)
+
+    def _begin(
+        self, step: int, state: dict[str, Any], parts: Mapping[str, Part], extra: dict[str, Any]
+    ) -> None:
+        """Have the thread write."""
         meta = {
             "step": step,
             "parameters": _shapes(parts),
@@ -120,9 +140,6 @@ class Checkpoints:
         # as text, since `extra` may change while the thread writes
         work = self._thread.submit(self._write, step, state, json.dumps(meta), json.dumps(numbers))
         self._writing = work
-        if not self._background:
-            self.wait()
-        return self._final(step)
 
     def wait(self) -> None:
         """Return when nothing is being written. Raises CheckpointError."""
@@ -239,17 +256,18 @@ def load(path: Path, parts: Mapping[str, Part], world: Dist) -> dict[str, Any]:
     meta = folder.read_meta(path)
     for name, shapes in _shapes(parts).items():
         _check_same_model(path, name, meta["parameters"].get(name), shapes)
-    state = _state(parts)
-    dcp.load(state, checkpoint_id=path / "state")
-    for name, part in parts.items():
-        loaded = state[name]
-        set_state_dict(
-            part.model,
-            part.optimizer,
-            model_state_dict=loaded["model"],
-            optim_state_dict=loaded["optimizer"],
-        )
-        part.num_steps = meta["num_updates"][name]
+    with _on_device(parts):
+        state = _state(parts)
+        dcp.load(state, checkpoint_id=path / "state")
+        for name, part in parts.items():
+            set_state_dict(
+                part.model,
+                part.optimizer,
+                model_state_dict=state[name]["model"],
+                optim_state_dict=state[name]["optimizer"],
+                options=TRAINED,
+            )
+            part.num_steps = meta["num_updates"][name]
     random_state = path / f"rng_{world.rank}.json"
     if random_state.is_file():
         _set_random_state(json.loads(random_state.read_text()), world.device)
@@ -265,11 +283,11 @@ def load_weights(path: Path, part: str, model: PreTrainedModel) -> None:
     _verify(path, None)
     saved = folder.read_meta(path)["parameters"].get(part)
     _check_same_model(path, part, saved, _shapes_of(model))
-    weights = get_model_state_dict(model)
+    weights = get_model_state_dict(model, options=TRAINED)
     with warnings.catch_warnings():  # it says that there is no other rank
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load({part: {"model": weights}}, checkpoint_id=path / "state", no_dist=True)
-    set_model_state_dict(model, weights)
+    set_model_state_dict(model, weights, options=TRAINED)
 
 
 def _verify(path: Path, world: Dist | None) -> None:
@@ -285,8 +303,19 @@ def _verify(path: Path, world: Dist | None) -> None:
         raise folder.damaged(path, problem)
 
 
+@contextmanager
+def _on_device(parts: Mapping[str, Part]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for part in parts.values():
+            stack.enter_context(part.on_device(optimizer=True))
+        yield
+
+
 def _state(parts: Mapping[str, Part]) -> dict[str, Any]:
-    states = {name: get_state_dict(part.model, part.optimizer) for name, part in parts.items()}
+    states = {
+        name: get_state_dict(part.model, part.optimizer, options=TRAINED)
+        for name, part in parts.items()
+    }
     return {name: {"model": m, "optimizer": o} for name, (m, o) in states.items()}
 
 
@@ -295,7 +324,7 @@ def _shapes(parts: Mapping[str, Part]) -> dict[str, dict[str, list[int]]]:
 
 
 def _shapes_of(model: nn.Module) -> dict[str, list[int]]:
-    return {name: list(p.shape) for name, p in model.named_parameters()}
+    return {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _check_same_model(path: Path, part: str, saved: dict[str, Any] | None, here: Any) -> None:

@@ -3,17 +3,17 @@
 import hashlib
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 import transformers
-from torch import nn
 
 from minirl.agent_loop import derive_seed
 from minirl.config import Config, ConfigError
 from minirl.distributed import Dist, num_threads, place
-from minirl.trainer.fsdp import WeightBuckets
+from minirl.trainer.buckets import WeightBuckets
+from minirl.trainer.model import PackedModel
 
 BUCKET_BYTES = 512 * 2**20
 """Of parameters that are gathered at once to be hashed."""
@@ -57,14 +57,15 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(number)
 
 
-def parameter_hash(models: Sequence[nn.Module], world: Dist) -> str | None:
+def parameter_hash(models: Iterable[PackedModel], world: Dist) -> str | None:
     """SHA-256 of the float32 parameters of `models`, on rank 0; every rank takes part.
 
-    Of names and values in the order of `named_parameters`, whatever the number of ranks.
+    Of names and values in the order of `named_parameters`, whatever the number of ranks; an adapter
+    counts as merged.
     """
     digest = hashlib.sha256()
-    for model in models:
-        for bucket in WeightBuckets(model, BUCKET_BYTES, torch.float32):
+    for packed in models:
+        for bucket in WeightBuckets(packed.model, BUCKET_BYTES, torch.float32, packed.on_device):
             for name, tensor in bucket if world.is_main else []:
                 digest.update(name.encode())
                 digest.update(tensor.cpu().contiguous().numpy())

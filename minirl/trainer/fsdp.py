@@ -1,7 +1,6 @@
 """Models: loading, sharding by FSDP2, and handing out the full weights."""
 
 import logging
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -32,10 +31,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from minirl.config import ConfigError, ModelConfig
 from minirl.distributed import Dist
-from minirl.trainer import attention
+from minirl.trainer import attention, lora
+from minirl.trainer.shards import ShardedFiles
 
 T = TypeVar("T")
-PADDING = 64  # bytes per tensor
 SCORE_BIAS = "score.bias"
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
@@ -74,6 +73,14 @@ def check_model(
     return config
 
 
+def check_lora(model: ModelConfig) -> None:
+    """Raise ConfigError for an adapter that cannot be made; reads config.json, no weights."""
+    if model.lora_rank:
+        lora.check_library()
+        with torch.device("meta"):
+            lora.add_adapter(empty_model(model.path, model), model, seed=0)
+
+
 def _read_config(path: str, model: ModelConfig, key: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
@@ -100,27 +107,44 @@ def load_model(
     *,
     key: str = "model.path",
     head: Head = "vocabulary",
+    frozen: bool = False,
+    adapter_seed: int | None = None,
 ) -> PreTrainedModel:
-    """The model at `path`: float32, packed attention, no dropout, sharded.
+    """The model at `path`: packed attention, no dropout, sharded; weights that train in float32.
 
     Its output is, per token, the vocabulary's logits, or one number: a `value`, 0 everywhere to
-    begin with, or the `score` of a classifier with one label.
+    begin with, or the `score` of a classifier with one label. Weights that do not train, because
+    the model is `frozen` or has an adapter (model.lora_rank, drawn by `adapter_seed`), are kept in
+    the type in which they are computed with.
 
-    Only rank 0 reads the weights, and every rank receives its shard, so that the host holds one
-    full copy, whatever the number of ranks. Every rank takes part.
+    Every rank reads its rows of the weights only. Where the files' names are not the model's (an
+    older format, layers that transformers fuses), rank 0 reads all and the others get theirs from
+    it. Every rank takes part.
     """
     check_model_folder(path, key)
     dtype = compute_dtype(model, world.device)
-    full = _read_weights(path, model, key, head) if world.is_main else None
-    if full is not None and head == "value":
-        _replace_head(full)
-    if full is not None and not is_sharded(world):
-        return _prepare(full, model, key)
-    empty = empty_model(path, model, key, head)
-    if head == "value":
-        _replace_head(empty)
-    sharded = shard(_prepare(empty, model, key), world, dtype)
-    _scatter(dict(full.named_parameters()) if full is not None else None, sharded)
+    trains = not frozen and adapter_seed is None
+    kept_in = torch.float32 if trains else dtype
+
+    def prepare(plain: PreTrainedModel) -> PreTrainedModel:
+        if head == "value":
+            _replace_head(plain)
+        if frozen:
+            plain.requires_grad_(False)
+        if adapter_seed is not None:
+            lora.add_adapter(plain, model, adapter_seed)
+        return _prepare(plain, model, key)
+
+    if not is_sharded(world):
+        return prepare(read_weights(path, model, key, head, kept_in))
+    sharded = shard(prepare(empty_model(path, model, key, head, kept_in)), world, dtype)
+    files = _open_files(path, key, world)
+    wanted = _from_files(sharded, files, head)
+    if all(files.shape(name) == parameter.shape for name, parameter in wanted.items()):
+        _read_rows(files, wanted)
+    else:
+        full = read_weights(path, model, key, head, kept_in) if world.is_main else None
+        _scatter(full, wanted)
     return sharded
 
 
@@ -140,8 +164,7 @@ def shard(model: PreTrainedModel, world: Dist, dtype: torch.dtype) -> PreTrained
     """
     mesh = init_device_mesh(world.device.type, (world.world_size,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or [])]
-    for module in [*layers, model]:
+    for module in [*_decoder_layers(model), model]:
         fully_shard(module, mesh=mesh, mp_policy=policy)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
@@ -151,6 +174,10 @@ def shard(model: PreTrainedModel, world: Dist, dtype: torch.dtype) -> PreTrained
     sharded.call = MethodType(lambda self, function: function(self), model)
     register_fsdp_forward_method(model, "call")
     return model
+
+
+def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    return [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or [])]
 
 
 def with_weights(model: Any, function: Callable[[Any], T]) -> T:
@@ -187,6 +214,10 @@ def _prepare(model: PreTrainedModel, config: ModelConfig, key: str) -> PreTraine
             module.p = 0.0  # it would change the log-probabilities that are compared
     if config.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.compile:
+        for layer in _decoder_layers(model):
+            # One graph for any number of tokens; attention, which is cut by lengths, stays outside.
+            layer.compile(dynamic=True)
     return model.train()
 
 
@@ -196,13 +227,17 @@ def _auto_class(head: Head) -> Any:
 
 
 def empty_model(
-    path: str, model: ModelConfig, key: str = "model.path", head: Head = "vocabulary"
+    path: str,
+    model: ModelConfig,
+    key: str = "model.path",
+    head: Head = "vocabulary",
+    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
     """The model with untouched memory as weights, which the system does not even allocate."""
     with no_init_weights():
         empty = _auto_class(head).from_config(
             _read_config(path, model, key),
-            dtype=torch.float32,
+            dtype=dtype,
             attn_implementation=attention.NAME,
             trust_remote_code=model.trust_remote_code,
         )
@@ -210,33 +245,78 @@ def empty_model(
     return empty
 
 
+def _open_files(path: str, key: str, world: Dist) -> ShardedFiles:
+    """Rank 0 first: it may have to download them."""
+    if not world.is_main:
+        world.barrier()
+    try:
+        return ShardedFiles(path)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"{key}: {path!r} cannot be loaded: {_first_line(error)}") from error
+    finally:
+        if world.is_main:
+            world.barrier()
+
+
 @torch.no_grad()
-def _scatter(full: dict[str, Tensor] | None, model: nn.Module) -> None:
-    """Copy rank 0's full parameters into every rank's shards, one at a time."""
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor)
+def _from_files(model: PreTrainedModel, files: ShardedFiles, head: Head) -> dict[str, DTensor]:
+    """The parameters to be read, by their names in the files: not an adapter, nor a new head."""
+    wanted: dict[str, Any] = {
+        lora.base_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if not lora.is_adapter(name)
+    }
+    if head == "value":
+        new = model.get_output_embeddings().weight
+        wanted = {name: parameter for name, parameter in wanted.items() if parameter is not new}
+    if head == "score" and files.shape(SCORE_BIAS) is None and SCORE_BIAS in wanted:
+        wanted.pop(SCORE_BIAS).to_local().zero_()  # a classifier of sequences has none
+    return wanted
+
+
+@torch.no_grad()
+def _read_rows(files: ShardedFiles, parameters: dict[str, DTensor]) -> None:
+    """Fill this rank's shards."""
+    for name, parameter in parameters.items():
         local = parameter.to_local()
+        first = rows_per_rank(parameter) * dist.get_rank()
+        if len(local):
+            local.copy_(files.rows(name, first, first + len(local)))
+
+
+@torch.no_grad()
+def _scatter(full: PreTrainedModel | None, parameters: dict[str, DTensor]) -> None:
+    """Copy rank 0's full parameters into every rank's shards, one at a time."""
+    weights = dict(full.named_parameters()) if full is not None else {}
+    for name, parameter in parameters.items():
+        local = parameter.to_local()
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=local.device)
         if full is not None:
-            whole = full.pop(name).to(local.device).contiguous()
-        else:
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=local.device)
+            whole.copy_(weights.pop(name))
         dist.broadcast(whole, src=0)
-        first = _rows_per_rank(parameter) * dist.get_rank()
+        first = rows_per_rank(parameter) * dist.get_rank()
         local.copy_(whole[first : first + len(local)])
 
 
-def _rows_per_rank(parameter: DTensor) -> int:
+def rows_per_rank(parameter: DTensor) -> int:
     """FSDP2 cuts dimension 0 like torch.chunk: equal parts, the last ones smaller or empty."""
     return -(-parameter.shape[0] // parameter.device_mesh.size())
 
 
-def _read_weights(path: str, model: ModelConfig, key: str, head: Head) -> PreTrainedModel:
+def read_weights(
+    path: str,
+    model: ModelConfig,
+    key: str = "model.path",
+    head: Head = "vocabulary",
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """The whole model as transformers reads it; ConfigError for weights that are missing."""
     disable_progress_bar()  # it would draw over the run's own display
     try:
         with _no_report():
             pair: Any = _auto_class(head).from_pretrained(
                 path,
-                dtype=torch.float32,
+                dtype=dtype,
                 attn_implementation=attention.NAME,
                 trust_remote_code=model.trust_remote_code,
                 output_loading_info=True,
@@ -266,89 +346,3 @@ def _no_report() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
-
-
-Bucket = list[tuple[str, Any]]
-"""Names and parameters: all DTensor (sharded) or none."""
-
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Its name in torch 2.13, and the one before."""
-
-
-class WeightBuckets:
-    """The full weights, a bucket at a time: iterate as often as needed, on every rank alike.
-
-    Yields lists of (name, tensor) of together at most `max_bytes` (or a single larger tensor) in
-    `dtype`, by Hugging Face names, in the order of `named_parameters`. Tied weights come once,
-    under the first name (`model.embed_tokens.weight`; no `lm_head.weight`). One all-gather per
-    bucket.
-
-    The tensors are views of buffers that the next bucket overwrites. The buffers are kept between
-    iterations; `release` frees them.
-    """
-
-    def __init__(self, model: nn.Module, max_bytes: int, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._plan = _plan_buckets(model, max_bytes // dtype.itemsize)
-        self.num_bytes = max(
-            sum(p.numel() * dtype.itemsize + PADDING for _, p in bucket) for bucket in self._plan
-        )
-        """Of a buffer that holds any bucket, with room to align each tensor."""
-        self._buffers: dict[str, Tensor] = {}
-
-    def __iter__(self) -> Iterator[list[tuple[str, Tensor]]]:
-        for bucket in self._plan:
-            if isinstance(bucket[0][1], DTensor):
-                yield self._gather(bucket)
-            else:
-                yield [(name, p.detach().to(self.dtype)) for name, p in bucket]
-
-    def release(self) -> None:
-        """Free the buffers; the next iteration makes new ones."""
-        self._buffers.clear()
-
-    @torch.no_grad()
-    def _gather(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
-        world = dist.get_world_size()
-        sizes = [_rows_per_rank(p) * p[0].numel() for _, p in bucket]  # per rank, padded
-        device = bucket[0][1].to_local().device
-        mine = self._buffer("send", sum(sizes), device)
-        everyone = self._buffer("receive", sum(sizes) * world, device)
-        for part, (_, parameter) in zip(mine.split(sizes), bucket, strict=True):
-            local = parameter.to_local().flatten()
-            part[: local.numel()].copy_(local)  # casts: fewer bytes travel
-        # As bytes, since gloo does not know every type.
-        _all_gather(everyone.view(torch.uint8), mine.view(torch.uint8))
-        parts = everyone.view(world, -1).split(sizes, dim=1)  # [W, size] each
-        out = self._buffer("full", sum(sizes) * world, device).split([s * world for s in sizes])
-        full = []
-        for target, part, (name, parameter) in zip(out, parts, bucket, strict=True):
-            target.view_as(part).copy_(part)
-            full.append((name, target[: parameter.numel()].view(parameter.shape)))
-        return full
-
-    def _buffer(self, name: str, size: int, device: torch.device) -> Tensor:
-        if name not in self._buffers or self._buffers[name].numel() < size:
-            self._buffers[name] = torch.empty(size, dtype=self.dtype, device=device)
-        return self._buffers[name][:size]
-
-
-def _plan_buckets(model: nn.Module, max_elements: int) -> list[Bucket]:
-    """Whole decoder layers (and single parameters outside them) into buckets.
-
-    A layer stays together because an engine fuses its projections when it has all their parts.
-    """
-    units: dict[str, Bucket] = {}
-    for name, parameter in model.named_parameters():
-        layer = re.match(r".*?\.\d+\.", name)
-        units.setdefault(layer[0] if layer else name, []).append((name, parameter))
-    buckets: list[Bucket] = []
-    room = 0
-    for unit in units.values():
-        size = sum(parameter.numel() for _, parameter in unit)
-        if not buckets or size > room:
-            buckets.append([])
-            room = max_elements
-        buckets[-1] += unit
-        room -= size
-    return buckets

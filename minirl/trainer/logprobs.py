@@ -132,8 +132,10 @@ class _LinearScores(torch.autograd.Function):
         hidden, weight, bias, targets, totals, entropies = ctx.saved_tensors
         of_logprobs, of_entropies = (grad / ctx.divisor for grad in grads)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # chunks add up in float32
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]  # a frozen head needs neither
+        # chunks add up in float32
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         for rows in _chunks(hidden, weight):
             z = _logits(hidden[rows], weight, bias, ctx.divisor).sub_(totals[rows, None])
             slope = -of_logprobs[rows, None]
@@ -146,12 +148,14 @@ class _LinearScores(torch.autograd.Function):
                 grad_bias += grad.sum(0)
             grad = grad.to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
+            if grad_weight is None:
+                continue
             if weight.dtype == torch.float32:
                 grad_weight.addmm_(grad.T, hidden[rows])
             else:
                 grad_weight += grad.T @ hidden[rows]
-        grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
+        of_weights = (g if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias))
+        return grad_hidden, *of_weights, None, None, None
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:

@@ -1,6 +1,7 @@
 """A model on every rank, applied to a whole batch that is spread over the ranks."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -11,19 +12,40 @@ from minirl.distributed import Dist
 from minirl.trainer import packing
 from minirl.trainer.fsdp import reshard
 from minirl.trainer.logprobs import Also, token_logprobs
+from minirl.trainer.offload import Offload, weights
 from minirl.types import MicroBatch
 
 
 class PackedModel:
-    """A model, and the tokens that a rank puts through it at once."""
+    """A model, and the tokens that a rank puts through it at once.
+
+    With `offload` (unless given: actor.offload=all) its weights are on the device only while it
+    computes.
+    """
 
     def __init__(
-        self, config: Config, world: Dist, model: PreTrainedModel, max_tokens: int | None = None
+        self,
+        config: Config,
+        world: Dist,
+        model: PreTrainedModel,
+        max_tokens: int | None = None,
+        offload: bool | None = None,
     ) -> None:
         self.config = config
         self.world = world
         self.model = model
         self.max_tokens = max_tokens or config.actor.max_tokens_per_micro_batch
+        if offload is None:
+            offload = config.actor.offload == "all"
+        self._offloads = [Offload(weights(model))] if offload else []
+
+    @contextmanager
+    def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
+        """What is kept in host memory is on the device inside; a trained model's `optimizer`."""
+        with ExitStack() as stack:
+            for offload in self._offloads:
+                stack.enter_context(offload.here())
+            yield
 
     @property
     def vocab_size(self) -> int:
@@ -38,13 +60,14 @@ class PackedModel:
         result.
         """
         result: Tensor | None = None
-        for sequences, micro in self.micro_batches(batch):
-            part = function(micro).cpu()
-            if result is None:
-                result = torch.zeros(*part.shape[:-1], batch.num_tokens)
-            if sequences:
-                result[..., packing.token_places(batch, sequences)] = part
-        reshard(self.model)
+        with self.on_device():
+            for sequences, micro in self.micro_batches(batch):
+                part = function(micro).cpu()
+                if result is None:
+                    result = torch.zeros(*part.shape[:-1], batch.num_tokens)
+                if sequences:
+                    result[..., packing.token_places(batch, sequences)] = part
+            reshard(self.model)
         assert result is not None  # every rank has at least one slot
         return self.world.sum_tensor(result)
 
@@ -99,9 +122,10 @@ class LanguageModel(PackedModel):
             group_ids=none,
         )
         temperature = self.config.rollout.temperature
-        logprobs, _ = token_logprobs(self.model, sequence.to(self.world.device), temperature)
-        reshard(self.model)
-        return logprobs.tolist()
+        with self.on_device():
+            logprobs, _ = token_logprobs(self.model, sequence.to(self.world.device), temperature)
+            reshard(self.model)
+            return logprobs.tolist()
 
     def _compute(self, batch: MicroBatch, also: Also) -> Tensor:
         temperature = self.config.rollout.temperature

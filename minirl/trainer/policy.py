@@ -18,9 +18,11 @@ from minirl.algorithms import (
 from minirl.config import ActorConfig, Config, ConfigError
 from minirl.distributed import Dist
 from minirl.registry import option_names
-from minirl.trainer import checkpoint
+from minirl.trainer import checkpoint, lora
+from minirl.trainer.attention import varlen_kernel
+from minirl.trainer.buckets import WeightBuckets
 from minirl.trainer.critic import CriticTrainer
-from minirl.trainer.fsdp import WeightBuckets, check_model, compute_dtype, load_model
+from minirl.trainer.fsdp import check_lora, check_model, compute_dtype, load_model
 from minirl.trainer.logprobs import token_logprobs
 from minirl.trainer.model import LanguageModel
 from minirl.trainer.update import Totals, TrainedModel, UpdateSettings, learning_rate
@@ -36,6 +38,7 @@ def check_config(config: Config) -> None:
         if path is not None:
             key = f"{section}.path"
             check_model(config.model, config.max_model_len, path=path, key=key)
+    check_lora(config.model)
     loss_options(config.actor)
 
 
@@ -67,8 +70,8 @@ class ReferencePolicy(LanguageModel):
     def __init__(self, config: Config, world: Dist) -> None:
         assert config.ref is not None
         path = config.ref.path or config.model.path
-        model = load_model(path, config.model, world, key="ref.path")
-        super().__init__(config, world, model.requires_grad_(False))
+        model = load_model(path, config.model, world, key="ref.path", frozen=True)
+        super().__init__(config, world, model)
 
 
 class PolicyTrainer(TrainedModel, LanguageModel):
@@ -84,7 +87,10 @@ class PolicyTrainer(TrainedModel, LanguageModel):
         self.loss_options = loss_options(actor)
         self.loss_needs = requirements(POLICY_LOSSES.find(actor.policy_loss.loss_mode))
         learning_rate(actor.optim, 0, total_steps)
-        model = load_model(config.model.path, config.model, world)
+        dtype = compute_dtype(config.model, world.device)
+        varlen_kernel(world.device.type, dtype)  # says in the log which one computes attention
+        seed = derive_seed(config.trainer.seed, "lora") if config.model.lora_rank else None
+        model = load_model(config.model.path, config.model, world, adapter_seed=seed)
         settings = UpdateSettings(
             optim=actor.optim,
             ppo_epochs=actor.ppo_epochs,
@@ -94,8 +100,7 @@ class PolicyTrainer(TrainedModel, LanguageModel):
         )
         super().__init__(config, world, model, settings, total_steps)
         megabytes = config.rollout.update_weights_bucket_megabytes
-        dtype = compute_dtype(config.model, world.device)
-        self.weights = WeightBuckets(model, megabytes * 2**20, dtype)
+        self.weights = WeightBuckets(model, megabytes * 2**20, dtype, self.on_device)
         """The full weights in the engine's dtype; iterate on every rank."""
 
     def save(
@@ -180,6 +185,28 @@ class PolicyTrainer(TrainedModel, LanguageModel):
 def trained_parts(policy: PolicyTrainer, critic: CriticTrainer | None) -> dict[str, TrainedModel]:
     """What a checkpoint holds, by name."""
     return {"actor": policy} | ({"critic": critic} if critic else {})
+
+
+class AdapterlessPolicy:
+    """The reference policy of a LoRA run, without a copy: the policy with its adapter disabled."""
+
+    def __init__(self, policy: PolicyTrainer) -> None:
+        self._policy = policy
+
+    def compute_logprobs(self, batch: MicroBatch) -> Tensor:
+        """See LanguageModel."""
+        with lora.adapter_disabled(self._policy.model):
+            return self._policy.compute_logprobs(batch)
+
+
+def make_reference(
+    config: Config, world: Dist, policy: PolicyTrainer
+) -> ReferencePolicy | AdapterlessPolicy:
+    """What `ref` asks for."""
+    assert config.ref is not None
+    if config.model.lora_rank and config.ref.path is None:
+        return AdapterlessPolicy(policy)
+    return ReferencePolicy(config, world)
 
 
 def _loss_inputs(batch: MicroBatch, logprobs: Tensor) -> LossInputs:

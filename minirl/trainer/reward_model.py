@@ -56,26 +56,20 @@ class RewardModel(PackedModel):
     def __init__(self, config: Config, world: Dist) -> None:
         settings = config.reward.reward_model
         assert settings is not None
-        model = load_model(settings.path, config.model, world, key=f"{KEY}.path", head="score")
-        model.requires_grad_(False)
-        super().__init__(config, world, model, settings.max_tokens_per_micro_batch)
-        self._home = torch.device("cpu") if settings.param_offload else world.device
-        """Where the shards are kept."""
-        self._move(self._home)
+        model = load_model(
+            settings.path, config.model, world, key=f"{KEY}.path", head="score", frozen=True
+        )
+        max_tokens = settings.max_tokens_per_micro_batch
+        super().__init__(config, world, model, max_tokens, offload=settings.param_offload)
 
     def score(self, batch: MicroBatch) -> list[float]:
         """One score per sequence of a batch of `pack_sequences`.
 
         Every rank passes the same batch and gets the whole result.
         """
-        self._move(self.world.device)
         scores = self.evaluate(batch, lambda micro: token_scores(self.model, micro))
-        self._move(self._home)
         self.world.release_memory()
         return scores[torch.cumsum(batch.lengths, 0) - 1].tolist()
-
-    def _move(self, device: torch.device) -> None:
-        torch.nn.Module.to(self.model, device)
 
 
 def pack_sequences(sequences: list[list[int]]) -> MicroBatch:

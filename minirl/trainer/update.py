@@ -2,6 +2,8 @@
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,6 +17,7 @@ from minirl.config import Config, OptimConfig, require
 from minirl.distributed import Dist
 from minirl.trainer import packing
 from minirl.trainer.model import PackedModel
+from minirl.trainer.offload import Offload, optimizer_state
 from minirl.types import MicroBatch
 
 
@@ -52,6 +55,9 @@ class TrainedModel(PackedModel):
         self.settings = settings
         self.total_steps = total_steps
         self.optimizer = make_optimizer(model, settings.optim)
+        self._moments: Offload | None = None
+        if config.actor.offload != "none":
+            self._moments = Offload(optimizer_state(self.optimizer))
         self.num_steps = 0
         """Calls of `update`: the place in the learning-rate schedule."""
         self.bad_sequences: list[int] = []
@@ -70,15 +76,23 @@ class TrainedModel(PackedModel):
             group["lr"] = rate
         totals = Totals(self.section)
         self.bad_sequences = []
-        for epoch in range(settings.ppo_epochs):
-            minis = packing.mini_batches(batch, settings.mini_batch_size)
-            for index, sequences in enumerate(minis):
-                mini = self._prepare(batch.select(sequences), epoch, index)
-                bad = self._optimizer_step(mini, totals)
-                self.bad_sequences += [sequences[b] for b in bad]
+        with self.on_device(optimizer=True):
+            for epoch in range(settings.ppo_epochs):
+                minis = packing.mini_batches(batch, settings.mini_batch_size)
+                for index, sequences in enumerate(minis):
+                    mini = self._prepare(batch.select(sequences), epoch, index)
+                    bad = self._optimizer_step(mini, totals)
+                    self.bad_sequences += [sequences[b] for b in bad]
         self.bad_sequences = sorted(set(self.bad_sequences))
         self.num_steps += 1
         return totals.result(self.world) | {f"{self.section}/lr": rate}
+
+    @contextmanager
+    def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
+        """See PackedModel."""
+        moments = self._moments.here() if optimizer and self._moments else nullcontext()
+        with super().on_device(), moments:
+            yield
 
     @abstractmethod
     def _loss(
@@ -168,7 +182,7 @@ class Totals:
 
 def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
     """AdamW, fused (three times faster than `foreach` on a CPU); decay on matrices only."""
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},

@@ -4,7 +4,8 @@ from safetensors.torch import load_file, save_file
 from trainer_helpers import MODELS, alone, make_config, save_model
 
 from minirl.config import ConfigError, ModelConfig
-from minirl.trainer.fsdp import WeightBuckets, check_model, check_model_folder, load_model
+from minirl.trainer.buckets import WeightBuckets
+from minirl.trainer.fsdp import check_model, check_model_folder, load_model
 
 
 @pytest.fixture(scope="module")

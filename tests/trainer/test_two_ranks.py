@@ -3,11 +3,13 @@
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from trainer_helpers import (
     alone,
@@ -17,7 +19,7 @@ from trainer_helpers import (
     save_reward_model,
     spawn,
 )
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from minirl.config import (
     Config,
@@ -28,21 +30,30 @@ from minirl.config import (
     RewardModelConfig,
 )
 from minirl.distributed import Dist
-from minirl.trainer import checkpoint
+from minirl.testing import tiny_model
+from minirl.trainer import checkpoint, lora
+from minirl.trainer.buckets import WeightBuckets
 from minirl.trainer.critic import CriticTrainer
-from minirl.trainer.fsdp import WeightBuckets
+from minirl.trainer.fsdp import load_model, read_weights, shard
 from minirl.trainer.policy import PolicyTrainer
 from minirl.trainer.reward_model import RewardModel, pack_sequences
 from minirl.types import MicroBatch
 from minirl.waits import WAITS
 
-MODELS = ["qwen3", "qwen3_tied"]
+MODELS = {"qwen3": {}, "qwen3_tied": {}, "llama": {"lora_rank": 4}}
+"""With what `model` says of each."""
 
 
 def work_on_all(world: Dist, config: Config, folder: Path) -> None:
-    for name in MODELS:
-        model = ModelConfig(path=str(folder / name / "model"))
-        work(world, replace(config, model=model), folder / name)
+    offload = "all" if world.world_size == 2 else "none"
+    for name, settings in MODELS.items():
+        model = ModelConfig(path=str(folder / name / "model"), **settings)
+        actor = replace(config.actor, offload=offload if name == "qwen3_tied" else "none")
+        work(world, replace(config, model=model, actor=actor), folder / name)
+    if world.world_size == 2:
+        check_that_no_rank_holds_the_whole_model(world, config, folder)
+        check_that_files_of_other_names_are_read(world, config, folder)
+        check_that_master_weights_keep_what_bfloat16_loses(world, config, folder)
 
 
 def work(world: Dist, config: Config, folder: Path) -> None:
@@ -68,9 +79,13 @@ def work(world: Dist, config: Config, folder: Path) -> None:
             trainer.save(folder / f"from_{world.world_size}", 1, {}, critic=critic)
     torch.save(results, folder / f"results_{world.world_size}_{world.rank}.pt")
     if world.world_size == 2:
+        resting = [p.to_local().untyped_storage().nbytes() for p in trainer.model.parameters()]
+        assert any(resting) == (config.actor.offload == "none")
         check_collectives(world)
         check_that_a_wait_for_another_rank_is_told(world, folder / "told")
-        check_buckets(trainer)
+        if not config.model.lora_rank:
+            with trainer.on_device():
+                check_buckets(trainer)
         trainer.load(folder / "from_1" / "step_000001", critic)
         batch = make_batch(1, 1)
         torch.testing.assert_close(critic.compute_values(batch), results[1][4])
@@ -122,6 +137,70 @@ def check_buckets(trainer: PolicyTrainer) -> None:
                 assert seen == list(full)
 
 
+def peak_bytes(work: Callable[[], object]) -> tuple[int, object]:
+    """The most memory that `work` takes beside what this process has, and its result."""
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before, result = resident("VmRSS"), work()
+    return resident("VmHWM") - before, result
+
+
+def resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith(f"{field}:")]
+    return int(line.split()[1]) * 1024
+
+
+def check_that_no_rank_holds_the_whole_model(world: Dist, config: Config, folder: Path) -> None:
+    path = folder / "large"
+    if world.is_main:
+        tiny_model(path, hidden_size=256, num_layers=24)
+    world.barrier()
+    model = replace(config.model, path=str(path))
+    peak, loaded = peak_bytes(lambda: load_model(str(path), model, world))
+    whole = sum(p.numel() * 4 for p in loaded.parameters())
+    assert whole > 40e6 and peak < 0.75 * whole, (peak, whole)
+    expected = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter.full_tensor(), expected[name]), name
+
+
+def check_that_files_of_other_names_are_read(world: Dist, config: Config, folder: Path) -> None:
+    """As transformers reads them: here of an older format."""
+    path = folder / "pickled"
+    if world.is_main:
+        save_model(path)
+        torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+        (path / "model.safetensors").unlink()
+    world.barrier()
+    model = load_model(str(path), replace(config.model, path=str(path)), world)
+    expected = torch.load(path / "pytorch_model.bin")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), expected[name]), name
+
+
+def check_that_master_weights_keep_what_bfloat16_loses(
+    world: Dist, config: Config, folder: Path
+) -> None:
+    """Products in bfloat16; weights, the gradients' sum over ranks and the update in float32."""
+    path = str(folder / "qwen3" / "model")
+    model = read_weights(path, ModelConfig(path=path))
+    model.set_attn_implementation("eager")
+    shard(model, world, torch.bfloat16)
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, *_: seen.append(module.weight.dtype))
+    output = model(torch.tensor([[world.rank + 1, 5, 7]])).logits
+    output.square().sum().backward()
+    assert seen == [torch.bfloat16] and output.dtype == torch.bfloat16
+    weight = model.lm_head.weight
+    grad = weight.grad.full_tensor()
+    assert weight.dtype == weight.grad.dtype == torch.float32
+    assert not torch.equal(grad, grad.bfloat16().float()), "the sum of two was rounded"
+    before = weight.full_tensor().clone()
+    with torch.no_grad():
+        weight.mul_(1 + 2**-12)  # less than half of bfloat16's last place
+    assert not torch.equal(weight.full_tensor(), before)
+
+
 @pytest.fixture(scope="module")
 def all_results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
@@ -163,6 +242,7 @@ def test_tied_weights_come_once(results):
     weights = torch.load(results / "results_2_0.pt")[0][2]
     assert ("lm_head.weight" in weights) == ("tied" not in results.name)
     assert "model.embed_tokens.weight" in weights
+    assert not any("lora" in name or "base_layer" in name for name in weights)
 
 
 def test_checkpoints_move_between_one_and_two_ranks(results):
@@ -171,6 +251,7 @@ def test_checkpoints_move_between_one_and_two_ranks(results):
         loaded = torch.load(results / f"loaded_{rank}.pt")
         assert all(torch.equal(loaded[name], after_first[name]) for name in after_first)
     config = make_config(results / "model")
+    config = replace(config, model=replace(config.model, **MODELS[results.name]))
     with alone(config) as world:
         trainer = PolicyTrainer(config, world)
         assert trainer.load(results / "from_2" / "step_000001") == {"step": 1}
@@ -179,8 +260,13 @@ def test_checkpoints_move_between_one_and_two_ranks(results):
 
 
 def test_one_process_reads_the_weights_of_two_ranks(results):
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(results / "model"))
+    settings = ModelConfig(path=str(results / "model"), **MODELS[results.name])
+    model = read_weights(settings.path, settings)
+    if settings.lora_rank:
+        lora.add_adapter(model, settings, seed=0)
     checkpoint.load_weights(results / "from_2" / "step_000001", "actor", model)
+    merged = {n: t for bucket in WeightBuckets(model, 10**9, torch.float32) for n, t in bucket}
     weights = torch.load(results / "results_2_0.pt")[0][2]
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, weights[name])
+    assert merged.keys() == weights.keys()
+    for name, tensor in merged.items():
+        assert torch.equal(tensor, weights[name]), name
