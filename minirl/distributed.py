@@ -6,13 +6,16 @@ Every collective here runs on CPU tensors over gloo, so it works while an engine
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import wraps
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,6 +27,8 @@ from minirl.waits import INNERMOST, WAITS
 
 P = ParamSpec("P")
 R = TypeVar("R")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Tells machines apart, and not what runs on one of them."""
 
 
 def collective(method: Callable[P, R]) -> Callable[P, R]:
@@ -135,6 +140,24 @@ class Dist:
         dist.all_gather(parts, mine)
         return [bytes(part[:size].tolist()) for part, size in zip(parts, sizes, strict=True)]
 
+    def require_one_machine(self, folder: Path) -> None:
+        """ConfigError, on every rank, unless each runs on rank 0's machine and sees its `folder`.
+
+        Nodes (torchrun --nnodes) may be containers or network namespaces of one machine.
+        """
+        machines = self.gather_bytes(BOOT_ID.read_bytes())
+        sees = self.gather_floats([folder.exists()])
+        if away := [rank for rank, machine in enumerate(machines) if machine != machines[0]]:
+            raise ConfigError(
+                f"torchrun --nnodes: ranks {away} run on another machine than rank 0; an engine "
+                "shares memory with the trainer, so start all ranks on one machine"
+            )
+        if blind := [rank for rank, (seen,) in enumerate(sees) if not seen]:
+            raise ConfigError(
+                f"torchrun --nnodes: ranks {blind} cannot see rank 0's {folder}, where the sockets "
+                "are; give all nodes the same folder for temporary files (TMPDIR)"
+            )
+
     @collective
     def broadcast_batch(self, batch: MicroBatch | None) -> MicroBatch:
         """Rank 0's batch (CPU tensors) on every rank; the others pass None.
@@ -179,7 +202,11 @@ def distributed(config: Config) -> Iterator[Dist]:
     number of ranks or when the device that is asked for does not exist.
     """
     world = place(config, os.environ)
-    torch.set_num_threads(num_threads())
+    torch.set_num_threads(num_threads(world.world_size))
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world.world_size)) < world.world_size:
+        # Else gloo takes that of the host's name, which nodes on one machine share.
+        interface = interface_towards(os.environ["MASTER_ADDR"])
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     cuda = world.device.type == "cuda"
     if cuda:
         torch.cuda.set_device(world.device)
@@ -213,9 +240,9 @@ def distributed(config: Config) -> Iterator[Dist]:
     dist.destroy_process_group()
 
 
-def num_threads() -> int:
-    """That torch computes with on this rank."""
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+def num_threads(world_size: int) -> int:
+    """That torch computes with on each rank; all are on this machine."""
+    cores = len(os.sched_getaffinity(0)) // world_size
     # One core is left to the rest: OpenMP threads that outnumber the free cores wait by spinning.
     return max(1, cores - 1)
 
@@ -224,11 +251,12 @@ def place(config: Config, environment: os._Environ[str] | dict[str, str]) -> Dis
     """This rank's Dist from torchrun's variables; opens nothing."""
     local_rank = int(environment.get("LOCAL_RANK", 0))
     world_size = int(environment.get("WORLD_SIZE", 1))
+    on_node = int(environment.get("LOCAL_WORLD_SIZE", world_size))
     size = config.rollout.tensor_parallel_size
-    if world_size % size:
+    if on_node % size:  # an engine's workers are children of one rank
         raise ConfigError(
-            f"rollout.tensor_parallel_size: got {size}, which does not divide the {world_size} "
-            f"ranks; start a multiple of it, e.g. torchrun --nproc-per-node {size}"
+            f"rollout.tensor_parallel_size: got {size}, which does not divide the {on_node} ranks; "
+            f"start a multiple of it on each node, e.g. torchrun --nproc-per-node {size}"
         )
     return Dist(
         rank=int(environment.get("RANK", 0)),
@@ -250,3 +278,15 @@ def choose_device(device: str, local_rank: int) -> torch.device:
             "trainer.device=cpu"
         )
     return torch.device("cuda", local_rank)
+
+
+def interface_towards(host: str) -> str:
+    """Name of the network interface by which this process reaches `host`, or has its address."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # of a datagram socket: looks up the route, sends nothing
+        own = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.family == family and a.address.split("%")[0] == own for a in addresses):
+            return name
+    raise RuntimeError(f"no network interface has the address {own}, by which {host} is reached")

@@ -70,9 +70,10 @@ class SocketFolder:
         self.path = Path(path)
 
     def is_first_to_fail(self) -> bool:
-        """True for the first caller of all ranks."""
+        """True for the first caller of all ranks; before there is a folder, for the first rank of
+        each node."""
         if self.path is None:
-            return int(os.environ.get("RANK", 0)) == 0
+            return int(os.environ.get("LOCAL_RANK", 0)) == 0
         try:
             (self.path / "reason").touch(exist_ok=False)
         except (FileExistsError, FileNotFoundError):  # told already, or rank 0 has left

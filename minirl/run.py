@@ -94,7 +94,9 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
         stack.enter_context(_logging(log_file))
         stack.enter_context(WAITS.explained(config.rollout.stall_warning_s))
         CONVERSATION.set(f"rank {world.rank}")
-        SOCKETS.join(await on_trainer(world.broadcast_text, SOCKETS.make() if is_main else ""))
+        folder = await on_trainer(world.broadcast_text, SOCKETS.make() if is_main else "")
+        await on_trainer(world.require_one_machine, Path(folder))
+        SOCKETS.join(folder)
         addresses = [f"ipc://{SOCKETS.path}/engine_{group}" for group in range(world.num_groups)]
         total_steps = await on_trainer(_total_steps, config, world, inputs)
         after_engine = await stack.enter_async_context(AsyncExitStack())

@@ -12,7 +12,8 @@ pytest.register_assert_rewrite("chaos_checks")
 def forkserver() -> ForkServerContext:
     """Starts processes in which minirl is imported already, and nothing of this one goes on."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["minirl.launch", "minirl.testing", "minirl.rollout.server"])
+    modules = ["launch", "testing", "rollout.server", "trainer.critic", "trainer.reward_model"]
+    context.set_forkserver_preload([f"minirl.{module}" for module in modules])
     return context
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch.distributed
 
 from minirl.config import Config, ConfigError, ModelConfig, RolloutConfig, TrainerConfig
-from minirl.distributed import choose_device, distributed, place
+from minirl.distributed import choose_device, distributed, interface_towards, place
 
 
 def config_for(tensor_parallel_size: int = 1) -> Config:
@@ -31,6 +31,14 @@ def test_a_size_that_does_not_divide_the_world_is_refused():
     with pytest.raises(ConfigError), distributed(config_for(2)):
         pass
     assert not torch.distributed.is_initialized()
+    node = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    assert place(config_for(2), {**node, "RANK": "3", "LOCAL_RANK": "1"}).leader == 2
+    with pytest.raises(ConfigError, match=r"got 4, .* the 2 ranks; .* on each node"):
+        place(config_for(4), node)
+
+
+def test_the_interface_towards_an_address():
+    assert interface_towards("127.0.0.1") == interface_towards("localhost") == "lo"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")

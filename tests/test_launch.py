@@ -174,8 +174,8 @@ def test_the_first_rank_to_fail_tells_why_for_all(run: Run, tmp_path: Path) -> N
     assert printed == f"minirl: rank {rank}: FloatingPointError: planted\n"
 
 
-def test_before_there_is_a_folder_rank_0_tells(run: Run) -> None:
-    ranks = [run(succeeds, "model.pth=m", RANK=str(rank)) for rank in range(2)]
+def test_before_there_is_a_folder_the_first_rank_of_a_node_tells(run: Run) -> None:
+    ranks = [run(succeeds, "model.pth=m", RANK=str(2 + n), LOCAL_RANK=str(n)) for n in range(2)]
     (first, told), (second, silent) = (rank.end() for rank in ranks)
     assert (first, second, silent) == (2, 2, "")
     assert told.startswith("minirl: model.pth: no such key")

@@ -1,4 +1,5 @@
-"""`minirl.train` as a user starts it: whole processes, the real engine, one and two ranks."""
+"""`minirl.train` as a user starts it: whole processes, the real engine, one and two ranks, two
+nodes."""
 
 import contextlib
 import json
@@ -14,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import two_nodes
 
 from minirl.testing import tiny_model
 from minirl.tracking import read_metrics
@@ -87,15 +89,21 @@ trainer:
 class Training:
     """One started command and everything that it left."""
 
-    def __init__(self, project: Path, name: str, *overrides: str, ranks: int = 0) -> None:
+    def __init__(
+        self, project: Path, name: str, *overrides: str, ranks: int = 0, nodes: int = 1
+    ) -> None:
         self.run_dir = project / "runs" / name
-        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+        command = [sys.executable, "-m"]
+        if ranks:
+            command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+        if nodes == 2:
+            command = two_nodes.command("--nproc-per-node=1", "-m")
         self.abandoned_before = abandoned_memory()
         self.temporary = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", *(torchrun if ranks else []), "minirl.train"),
-                *(f"{project}/config.yaml", f"trainer.experiment_name={name}", *overrides),
+                *(*command, "minirl.train", f"{project}/config.yaml"),
+                *(f"trainer.experiment_name={name}", *overrides),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -222,10 +230,10 @@ def test_a_run_resumes_where_sigterm_ended_it_and_killed_it_leaves_no_engine(
             assert ours.get(name) == pytest.approx(theirs.get(name), abs=1e-4), (ours["step"], name)
 
 
-def test_two_ranks_with_an_engine_each_then_ctrl_c(project: Path, undisturbed: Training) -> None:
+def test_two_nodes_with_an_engine_each_then_ctrl_c(project: Path, undisturbed: Training) -> None:
     training = Training(
         project, "two_engines", "ref={}", "actor.use_kl_loss=true",
-        "trainer.total_training_steps=1000", "rollout.agent.num_workers=1", ranks=2,
+        "trainer.total_training_steps=1000", "rollout.agent.num_workers=1", nodes=2,
     )  # fmt: skip
     processes = training.wait_for_step(3)
     assert sum("EngineCore" in "".join(p.cmdline()) for p in processes) == 2

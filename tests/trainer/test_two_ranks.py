@@ -1,4 +1,5 @@
-"""Everything that needs two ranks, in one start of two processes."""
+"""Everything that needs two ranks, in one start of two processes; what else is to be true of four,
+in one start of four."""
 
 import logging
 import threading
@@ -21,8 +22,10 @@ from trainer_helpers import (
 )
 from transformers import AutoModelForCausalLM
 
+from minirl import distributed
 from minirl.config import (
     Config,
+    ConfigError,
     CriticConfig,
     ModelConfig,
     OptimConfig,
@@ -57,7 +60,8 @@ def work_on_all(world: Dist, config: Config, folder: Path) -> None:
 
 
 def work(world: Dist, config: Config, folder: Path) -> None:
-    """Two steps, the second on a batch that leaves rank 1 idle, a checkpoint after the first."""
+    """Two steps, the second on a batch that leaves all but rank 0 idle, a checkpoint after the
+    first."""
     trainer, critic = PolicyTrainer(config, world), CriticTrainer(config, world)
     reward_model = RewardModel(config, world)
     results = []
@@ -82,6 +86,7 @@ def work(world: Dist, config: Config, folder: Path) -> None:
         resting = [p.to_local().untyped_storage().nbytes() for p in trainer.model.parameters()]
         assert any(resting) == (config.actor.offload == "none")
         check_collectives(world)
+        check_that_ranks_share_a_machine(world, folder)
         check_that_a_wait_for_another_rank_is_told(world, folder / "told")
         if not config.model.lora_rank:
             with trainer.on_device():
@@ -96,6 +101,18 @@ def work(world: Dist, config: Config, folder: Path) -> None:
 def check_collectives(world: Dist) -> None:
     assert world.sum_floats([1.0, float(world.rank)]) == [2.0, 1.0]
     assert world.gather_floats([0.5, float(world.rank)]) == [[0.5, 0.0], [0.5, 1.0]]
+
+
+def check_that_ranks_share_a_machine(world: Dist, folder: Path) -> None:
+    """All ranks are told, whichever of them is elsewhere."""
+    world.require_one_machine(folder)
+    with pytest.raises(ConfigError, match=r"ranks \[1\] cannot see rank 0's .*TMPDIR"):
+        world.require_one_machine(folder if world.is_main else folder / "in another container")
+    (other := folder / f"boot_id_{world.rank}").write_text(f"of machine {world.rank}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "BOOT_ID", other)
+        with pytest.raises(ConfigError, match=r"ranks \[1\] run on another machine than rank 0"):
+            world.require_one_machine(folder)
 
 
 def check_that_a_wait_for_another_rank_is_told(world: Dist, told: Path) -> None:
@@ -202,7 +219,7 @@ def check_that_master_weights_keep_what_bfloat16_loses(
 
 
 @pytest.fixture(scope="module")
-def all_results(tmp_path_factory):
+def all_results(tmp_path_factory, forkserver):
     folder = tmp_path_factory.mktemp("runs")
     for name in MODELS:
         save_model(folder / name / "model", name)
@@ -216,6 +233,7 @@ def all_results(tmp_path_factory):
     with alone(config) as world:
         work_on_all(world, config, folder)
     spawn(work_on_all, config, folder)
+    spawn(work_on_all, config, folder, num_ranks=4)
     return folder
 
 
@@ -224,9 +242,11 @@ def results(request, all_results):
     return all_results / request.param
 
 
-def test_two_ranks_train_like_one(results):
-    one, *two = (torch.load(results / f"results_{name}.pt") for name in ("1_0", "2_0", "2_1"))
-    for alone_step, *ranks in zip(one, *two, strict=True):
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_more_ranks_train_like_one(results, num_ranks):
+    one = torch.load(results / "results_1_0.pt")
+    more = [torch.load(results / f"results_{num_ranks}_{rank}.pt") for rank in range(num_ranks)]
+    for alone_step, *ranks in zip(one, *more, strict=True):
         for logprobs, metrics, weights, score, values, rewards in ranks:
             assert rewards == pytest.approx(alone_step[5], abs=1e-5)
             torch.testing.assert_close(values, alone_step[4], atol=1e-6, rtol=1e-5)
@@ -234,7 +254,7 @@ def test_two_ranks_train_like_one(results):
             assert metrics == pytest.approx(alone_step[1], rel=1e-5, abs=1e-7)
             torch.testing.assert_close(weights, alone_step[2], atol=1e-6, rtol=1e-5)
             torch.testing.assert_close(score, alone_step[3], atol=1e-5, rtol=1e-5)
-        assert ranks[0][1] == ranks[1][1]
+        assert all(metrics == ranks[0][1] for _, metrics, *_ in ranks)
     assert one[0][4].abs().max() == 0 and one[1][4].abs().max() > 0, "the critic learns from 0"
 
 

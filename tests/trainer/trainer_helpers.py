@@ -115,22 +115,35 @@ def alone(config: Config) -> Iterator[Dist]:
         yield world
 
 
-def spawn(test: Callable[[Dist, Config, Path], None], config: Config, folder: Path) -> None:
-    """Run `test(world, config, folder)` on two gloo ranks; an exception on either fails."""
+def spawn(
+    test: Callable[[Dist, Config, Path], None],
+    config: Config,
+    folder: Path,
+    *,
+    num_ranks: int = 2,
+) -> None:
+    """Run `test(world, config, folder)` on gloo ranks; an exception on any of them fails. With the
+    fixture `forkserver` they start quickly."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.start_processes(_rank, (test, config, folder, port), nprocs=2, start_method="spawn")
+    arguments = (num_ranks, test, config, folder, port)
+    mp.start_processes(_rank, arguments, nprocs=num_ranks, start_method="forkserver")
 
 
 def _rank(
-    rank: int, test: Callable[[Dist, Config, Path], None], config: Config, folder: Path, port: int
+    rank: int,
+    num_ranks: int,
+    test: Callable[[Dist, Config, Path], None],
+    config: Config,
+    folder: Path,
+    port: int,
 ) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
