@@ -18,12 +18,14 @@ from typing import Any
 import uvloop
 
 from benchmarks import rollout_driver, rollout_engine, rollout_routing
+from benchmarks.results import add_options, provenance, start_load, table, write_section
+from benchmarks.rollout_routing import Workload
 from minirl.config import load_config
 
 WORKLOADS = {
-    "3 turns, alone": {"num_prompts": 128, "n": 1, "num_turns": 3},
-    "3 turns, groups of 8": {"num_prompts": 16, "n": 8, "num_turns": 3},
-    "1 turn, long prompts": {"num_prompts": 16, "n": 8, "num_turns": 1, "prompt_length": 1000},
+    "3 turns, alone": Workload(num_prompts=128, n=1, num_turns=3),
+    "3 turns, groups of 8": Workload(num_prompts=16, n=8, num_turns=3),
+    "1 turn, long prompts": Workload(num_prompts=16, n=8, num_turns=1, prompt_length=1000),
 }
 
 
@@ -68,7 +70,7 @@ def measure_routing(quick: bool, folder: Path, config: str) -> dict[str, Any]:
     for name, workload in WORKLOADS.items():
         rows = results[name] = {}
         for number in (1, 2) if quick else (1, 2, 4):
-            stats = asyncio.run(rollout_routing.converse(number, **workload))
+            stats = asyncio.run(rollout_routing.converse(number, workload))
             rows[number] = stats.cache_hit_rate
             requests = [stats.requests_per_server[i] for i in range(number)]
             print(
