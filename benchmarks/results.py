@@ -1,7 +1,7 @@
 """RESULTS.md: a heading per machine, below it one per benchmark, which writes its own anew.
 
-    ## AMD EPYC, 2 cores, 24 GiB
-    ### routing                     what `python -m benchmarks.routing --record` has found there
+## AMD EPYC, 2 cores, 24 GiB
+### routing                     what `python -m benchmarks.routing --record` has found there
 """
 
 import argparse
@@ -102,6 +102,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 def words(value: Any) -> str:
     """A figure in three digits; a list as its median (smallest to largest)."""
+    if isinstance(value, list) and min(value) == max(value):
+        value = value[0]
     if isinstance(value, list):
         return f"{_number(median(value))} ({_number(min(value))} to {_number(max(value))})"
     return _number(value) if isinstance(value, float) else str(value)

@@ -153,9 +153,9 @@ async def _measure(
         await manager.generate_sequences(make_rows(2), step=0)
         rows = make_rows(number // config.rollout.n)
         rss = _start_of_peak()
-        engine_cpu_s, cpu_s = cpu_s(engine), time.process_time()
+        engine_cpu_s, cpu_s = spent_s(engine), time.process_time()
         trajectories = await manager.generate_sequences(rows, step=1)
-        cpu_s, engine_cpu_s = time.process_time() - cpu_s, cpu_s(engine) - engine_cpu_s
+        cpu_s, engine_cpu_s = time.process_time() - cpu_s, spent_s(engine) - engine_cpu_s
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         generations = sum(t.num_turns for t in trajectories)
         assert generations == len(TURNS) * number and all(t.reward for t in trajectories)
@@ -167,7 +167,8 @@ async def _measure(
         }
 
 
-def cpu_s(process: psutil.Process) -> float:
+def spent_s(process: psutil.Process) -> float:
+    """CPU seconds of a process so far."""
     return sum(process.cpu_times()[:2])
 
 

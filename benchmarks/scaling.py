@@ -1,6 +1,6 @@
 """What a trajectory costs by the number of conversations and of agent-loop workers.
 
-    python -m benchmarks.scaling [--conversations 100 1000 3000] [--workers 0 1 2]
+    python -m benchmarks.scaling [--conversations 128 512 2048] [--workers 0 1 2]
                                  [--repetitions 3] [--out build/scaling.json] [--record]
 
 A scripted engine in a process of its own samples without computing; conversations of three turns
@@ -26,10 +26,10 @@ from benchmarks.results import add_options, provenance, start_load, table, write
 from benchmarks.rollout_driver import (
     FORKSERVER,
     EngineProcess,
-    cpu_s,
     make_config,
     make_rows,
     open_manager,
+    spent_s,
 )
 from minirl.rollout.manager import AgentLoopManager
 
@@ -79,7 +79,7 @@ async def _cost(manager: AgentLoopManager, size: int, engine: psutil.Process) ->
 def _cpu(engine: psutil.Process) -> list[float]:
     """CPU seconds so far: this process, its children (the workers), the engine."""
     children = psutil.Process().children(recursive=True)
-    return [time.process_time(), sum(map(cpu_s, children)), cpu_s(engine)]
+    return [time.process_time(), sum(map(spent_s, children)), spent_s(engine)]
 
 
 def run(sizes: Sequence[int], workers: Sequence[int], repetitions: int) -> dict[str, Any]:
@@ -116,11 +116,13 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--conversations", type=int, nargs="+", default=[100, 1000, 3000])
+    parser.add_argument("--conversations", type=int, nargs="+", default=[128, 512, 2048])
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--repetitions", type=int, default=3)
     add_options(parser, "build/scaling.json")
     arguments = parser.parse_args()
+    if any(number % 8 for number in arguments.conversations):
+        parser.error(f"--conversations: got {arguments.conversations}; give multiples of 8")
     load = start_load()
     results = run(arguments.conversations, arguments.workers, arguments.repetitions)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
