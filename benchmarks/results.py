@@ -39,22 +39,21 @@ def write_section(
     """
     head, machines = _split(path.read_text(), "##")
     title = machine or machine_name()
-    intro, sections = _split(machines.get(title, "\n"), "###")
-    sections[name] = f"\n{text.strip()}\n\n"
-    machines[title] = intro + _join(sections, "###")
-    path.write_text((head + _join(machines, "##")).rstrip() + "\n")
+    intro, sections = _split(machines.get(title, ""), "###")
+    sections[name] = text.strip()
+    machines[title] = _join(intro, sections, "###")
+    path.write_text(_join(head, machines, "##") + "\n")
 
 
 def _split(text: str, mark: str) -> tuple[str, dict[str, str]]:
     """What stands before the first heading of this level, and by heading what follows it."""
     head, *parts = re.split(rf"^{mark} (.*)\n", text, flags=re.MULTILINE)
-    return head.rstrip() + "\n\n", {
-        title: f"\n{body.strip()}\n\n" for title, body in zip(parts[::2], parts[1::2], strict=True)
-    }
+    return head.strip(), dict(zip(parts[::2], map(str.strip, parts[1::2]), strict=True))
 
 
-def _join(sections: Mapping[str, str], mark: str) -> str:
-    return "".join(f"{mark} {title}\n{body}" for title, body in sections.items())
+def _join(head: str, sections: Mapping[str, str], mark: str) -> str:
+    parts = [f"{mark} {title}\n\n{body}" for title, body in sections.items()]
+    return "\n\n".join(filter(None, [head, *parts]))
 
 
 def machine_name() -> str:

@@ -61,6 +61,10 @@ class CachingServer:
             num_cached_tokens=num_cached,
         )
 
+    async def forget(self) -> None:
+        """Empty the cache."""
+        self._blocks.clear()
+
     def _num_cached(self, token_ids: Sequence[int]) -> int:
         """Never all of it: the last token has to be computed to sample the next."""
         ends = range(BLOCK, len(token_ids), BLOCK)

@@ -27,7 +27,7 @@ import uvloop
 
 from benchmarks.measure import ratios
 from benchmarks.results import add_options, provenance, start_load, table, write_section
-from benchmarks.rollout_routing import Workload, hold
+from benchmarks.rollout_routing import CachingServer, Workload, hold
 from minirl.config import Config, load_config
 from minirl.rollout.client import AsyncLLMServerManager
 from minirl.rollout.vllm_server import VLLMServer
@@ -52,6 +52,14 @@ Rounds = dict[str, dict[str, list[float]]]
 """By arm and figure, a value per round."""
 
 
+class Engine(VLLMServer):
+    """A vLLM engine whose prefix cache can be emptied."""
+
+    async def forget(self) -> None:
+        """Empty it."""
+        await self._engine.reset_prefix_cache()
+
+
 class NextServer(AsyncLLMServerManager):
     """Gives every turn to the server after the one that got the last."""
 
@@ -61,11 +69,11 @@ class NextServer(AsyncLLMServerManager):
 
 
 @asynccontextmanager
-async def open_engines(folder: Path, number: int = 2) -> AsyncIterator[list[VLLMServer]]:
+async def open_engines(folder: Path, number: int = 2) -> AsyncIterator[list[Engine]]:
     """So many engines of one model, which is written there."""
     config = _config(tiny_model(folder / "model", **SHAPE))
     async with AsyncExitStack() as stack:
-        engines = [VLLMServer(config, log_file=folder / f"{i}.log") for i in range(number)]
+        engines = [Engine(config, log_file=folder / f"{i}.log") for i in range(number)]
         yield [await stack.enter_async_context(engine) for engine in engines]
 
 
@@ -80,7 +88,9 @@ def _config(model: Path) -> Config:
     )
 
 
-async def measure(engines: Sequence[VLLMServer], workload: Workload, repetitions: int) -> Rounds:
+async def measure(
+    engines: Sequence[Engine] | Sequence[CachingServer], workload: Workload, repetitions: int
+) -> Rounds:
     """All arms in turn, once more than `repetitions`: the first round warms up."""
     arms = {
         "one": (AsyncLLMServerManager, engines[:1]),
@@ -91,7 +101,7 @@ async def measure(engines: Sequence[VLLMServer], workload: Workload, repetitions
     for number in range(repetitions + 1):
         for name, (kind, servers) in arms.items():
             for engine in engines:
-                await engine._engine.reset_prefix_cache()
+                await engine.forget()
             router = kind(servers, max_sticky_sessions=10_000, sticky_imbalance=4.0)
             for figure, value in (await _run(router, workload)).items():
                 rounds[name].setdefault(figure, []).extend([value] if number else [])
