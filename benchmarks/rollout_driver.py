@@ -24,7 +24,8 @@ from minirl.rollout.manager import AgentLoopManager
 from minirl.rollout.modes import Pace
 from minirl.rollout.parts import load_parts, make_router
 from minirl.rollout.server import ServerClient, ServerService, ServerStats
-from minirl.rollout.worker import LocalWorker
+from minirl.rollout.worker import LocalWorker, Workers
+from minirl.rollout.worker_pool import open_pool
 from minirl.testing import byte_tokenizer
 from minirl.types import TokenOutput
 
@@ -116,18 +117,22 @@ def make_rows(number: int) -> list[dict[str, Any]]:
 
 @asynccontextmanager
 async def open_manager(config: Config, addresses: list[str]) -> AsyncIterator[AgentLoopManager]:
-    """As rank 0 of a run has it, with agent loops in its own event loop."""
-    parts = load_parts(config)
+    """As rank 0 of a run has it; sockets of agent-loop workers lie beside the first address."""
     async with AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(ServerClient(address, f"engine {i}"))
             for i, address in enumerate(addresses)
         ]
-        router = make_router(config.rollout.agent, clients)
-        pace = Pace(router)
-        worker = LocalWorker(parts.make_worker(config, pace), router, pace)
+        workers: Workers
+        if config.rollout.agent.num_workers:
+            folder = Path(addresses[0].removeprefix("ipc://")).parent
+            workers = await stack.enter_async_context(open_pool(config, clients, folder))
+        else:
+            router = make_router(config.rollout.agent, clients)
+            pace = Pace(router)
+            workers = LocalWorker(load_parts(config).make_worker(config, pace), router, pace)
         gc.freeze()  # as open_run does
-        yield AgentLoopManager(config, worker, clients)
+        yield AgentLoopManager(config, workers, clients)
 
 
 def measure(folder: Path, number: int) -> dict[str, float]:
@@ -148,9 +153,9 @@ async def _measure(
         await manager.generate_sequences(make_rows(2), step=0)
         rows = make_rows(number // config.rollout.n)
         rss = _start_of_peak()
-        engine_cpu_s, cpu_s = _cpu_s(engine), time.process_time()
+        engine_cpu_s, cpu_s = spent_s(engine), time.process_time()
         trajectories = await manager.generate_sequences(rows, step=1)
-        cpu_s, engine_cpu_s = time.process_time() - cpu_s, _cpu_s(engine) - engine_cpu_s
+        cpu_s, engine_cpu_s = time.process_time() - cpu_s, spent_s(engine) - engine_cpu_s
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         generations = sum(t.num_turns for t in trajectories)
         assert generations == len(TURNS) * number and all(t.reward for t in trajectories)
@@ -162,7 +167,8 @@ async def _measure(
         }
 
 
-def _cpu_s(process: psutil.Process) -> float:
+def spent_s(process: psutil.Process) -> float:
+    """CPU seconds of a process so far."""
     return sum(process.cpu_times()[:2])
 
 

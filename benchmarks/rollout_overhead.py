@@ -1,7 +1,7 @@
 """What the machinery around the engines costs: three measurements, each a table.
 
     python -m examples.calculator.prepare --out build/calculator      # for the part `engine`
-    python -m benchmarks.rollout_overhead [engine] [driver] [routing] [--quick] [--out FILE]
+    python -m benchmarks.rollout_overhead [engine] [driver] [routing] [--quick] [--record]
 
 `engine`: tokens per second of whole rollouts against bare calls of the same vLLM engine; `driver`:
 CPU time per generation and memory per conversation of rank 0 over a scripted engine; `routing`: how
@@ -18,71 +18,87 @@ from typing import Any
 import uvloop
 
 from benchmarks import rollout_driver, rollout_engine, rollout_routing
+from benchmarks.results import add_options, provenance, start_load, table, write_section
+from benchmarks.rollout_routing import Workload
 from minirl.config import load_config
 
 WORKLOADS = {
-    "3 turns, alone": {"num_prompts": 128, "n": 1, "num_turns": 3},
-    "3 turns, groups of 8": {"num_prompts": 16, "n": 8, "num_turns": 3},
-    "1 turn, long prompts": {"num_prompts": 16, "n": 8, "num_turns": 1, "prompt_length": 1000},
+    "3 turns, alone": Workload(num_prompts=128, n=1, num_turns=3),
+    "3 turns, groups of 8": Workload(num_prompts=16, n=8, num_turns=3),
+    "1 turn, long prompts": Workload(num_prompts=16, n=8, num_turns=1, prompt_length=1000),
 }
 
 
-def measure_engine(quick: bool, folder: Path, config: str) -> dict[str, Any]:
+def measure_engine(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Rollouts against bare calls."""
-    num_prompts, repetitions = (4, 2) if quick else (16, 10)
-    loaded = load_config([config])
-    results = uvloop.run(
-        rollout_engine.compare(loaded, folder, num_prompts=num_prompts, repetitions=repetitions)
+    num_prompts, repetitions = (4, 2) if arguments.quick else (16, arguments.repetitions)
+    config = load_config([arguments.config])
+    return uvloop.run(
+        rollout_engine.compare(config, folder, num_prompts=num_prompts, repetitions=repetitions)
     )
-    print(
-        f"{'agent loop':20}{'turns':>7}{'tokens':>8}   tokens/s: rollout, bare, ratio   CPU ratio"
-    )
-    for name, r in results.items():
-        print(
-            f"{name:20}{r['turns']:7}{r['tokens']:8}"
-            f"{r['rollout_tokens_per_s']:12.0f}{r['bare_tokens_per_s']:8.0f}"
-            f"{_spread(r['ratio'], r['ratios'])}  {_spread(r['cpu_ratio'], r['cpu_ratios'])}"
-        )
-    return results
 
 
-def measure_driver(quick: bool, folder: Path, config: str) -> dict[str, Any]:
+def report_engine(results: dict[str, Any]) -> str:
+    """A row per kind of agent loop."""
+    header = ("agent loop", "turns", "tokens", "tokens/s", "bare", "ratio", "CPU ratio")
+    figures = ("turns", "tokens", "rollout_tokens_per_s", "bare_tokens_per_s", "ratios")
+    rows = [(name, *(r[f] for f in figures), r["cpu_ratios"]) for name, r in results.items()]
+    return table(header, rows)
+
+
+def measure_driver(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """CPU time and memory of rank 0; the lowest of the repetitions, as others only add."""
-    sizes, repetitions = ([40], 1) if quick else ([1_000, 3_000, 10_000], 3)
-    print("conversations   CPU ms per generation: rank 0, engine   kB per conversation   tokens")
+    sizes, repetitions = ([40], 1) if arguments.quick else (arguments.conversations, 3)
     results = {}
     for size in sizes:
         runs = [rollout_driver.measure(folder, size) for _ in range(repetitions)]
-        least = results[str(size)] = {key: min(run[key] for run in runs) for key in runs[0]}
-        print(
-            f"{size:13}{least['driver_ms']:32.3f}{least['engine_ms']:8.3f}"
-            f"{least['peak_kb']:22.1f}{least['tokens']:9.0f}"
-        )
+        results[str(size)] = {key: min(run[key] for run in runs) for key in runs[0]}
     return results
 
 
-def measure_routing(quick: bool, folder: Path, config: str) -> dict[str, Any]:
-    """Prefix-cache hit rates of servers that model a cache each."""
-    results: dict[str, Any] = {}
-    print(f"{'conversations':24}engines   hit rate   of one engine's   moves   requests per engine")
-    for name, workload in WORKLOADS.items():
-        rows = results[name] = {}
-        for number in (1, 2) if quick else (1, 2, 4):
-            stats = asyncio.run(rollout_routing.converse(number, **workload))
-            rows[number] = stats.cache_hit_rate
-            requests = [stats.requests_per_server[i] for i in range(number)]
-            print(
-                f"{name:24}{number:7}{stats.cache_hit_rate:11.3f}"
-                f"{stats.cache_hit_rate / rows[1]:18.3f}{stats.num_moves:8}   {requests}"
-            )
-    return results
+def report_driver(results: dict[str, Any]) -> str:
+    """A row per number of conversations."""
+    header = ("conversations", "CPU ms per generation: rank 0", "the scripted engine")
+    rows = [(size, *costs.values()) for size, costs in results.items()]
+    return table([*header, "peak kB per conversation", "tokens of one"], rows)
 
 
-PARTS = {"engine": measure_engine, "driver": measure_driver, "routing": measure_routing}
+def measure_routing(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Prefix-cache hit rates of servers that model a cache each; see benchmarks.routing."""
+    return {
+        name: {
+            number: asyncio.run(rollout_routing.converse(number, workload))
+            for number in ((1, 2) if arguments.quick else (1, 2, 4))
+        }
+        for name, workload in WORKLOADS.items()
+    }
 
 
-def _spread(middle: float, values: list[float]) -> str:
-    return f"{middle:8.3f} ({min(values):.2f} to {max(values):.2f})"
+def report_routing(results: dict[str, Any]) -> str:
+    """A row per workload and number of engines."""
+    rows = []
+    for name, by_number in results.items():
+        for number, stats in by_number.items():
+            rate, requests = stats.cache_hit_rate, stats.requests_per_server
+            share = rate / by_number[1].cache_hit_rate
+            each = " ".join(str(requests[i]) for i in range(number))
+            rows.append((name, number, rate, share, stats.num_moves, each))
+    header = ("conversations", "engines", "hit rate", "of one engine's", "moves")
+    return table([*header, "requests per engine"], rows)
+
+
+PARTS = {
+    "engine": (measure_engine, report_engine),
+    "driver": (measure_driver, report_driver),
+    "routing": (measure_routing, report_routing),
+}
+ABOUT = {
+    "engine": "Rollouts of the demo's policy against bare calls of `AsyncLLM.generate` with the "
+    "same requests, pairs in turn; the CPU ratio counts all processes.",
+    "driver": "Rank 0 over a scripted engine in a process of its own, conversations of three "
+    "turns in groups of 8, all at once, the lowest of three runs.",
+    "routing": "Prefix-cache hit rate over servers that model a block-wise cache.",
+}
 
 
 def main() -> None:
@@ -90,18 +106,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="what the machinery around the engines costs")
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all unless given")
     parser.add_argument("--config", default="configs/debug/calculator_grpo.yaml")
+    parser.add_argument("--repetitions", type=int, default=10, help="of the part `engine`")
+    parser.add_argument("--conversations", type=int, nargs="+", default=[1_000, 3_000, 10_000])
     parser.add_argument("--quick", action="store_true", help="a trial of a few seconds per part")
-    parser.add_argument("--out", type=Path, default=Path("build/rollout_overhead.json"))
+    add_options(parser, "build/rollout_overhead.json")
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - PARTS.keys():
         parser.error(f"no part {sorted(unknown)}; choose of {', '.join(PARTS)}")
-    results = {}
+    load, results, texts = start_load(), {}, list[str]()
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         for name in arguments.parts or PARTS:
-            results[name] = PARTS[name](arguments.quick, Path(folder), arguments.config)
-            print()
+            measure, report = PARTS[name]
+            results[name] = measure(arguments, Path(folder))
+            print(report(results[name]), end="\n\n")
+            texts += [ABOUT[name], report(results[name])]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(results, indent=2) + "\n")
+    arguments.out.write_text(json.dumps(results, indent=2, default=vars) + "\n")
+    if arguments.record:
+        write_section("rollout_overhead", "\n\n".join([provenance(load), *texts]))
 
 
 if __name__ == "__main__":

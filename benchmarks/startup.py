@@ -1,6 +1,6 @@
 """How long a run takes to its first gradient step, against starting the engine alone.
 
-    python -m benchmarks.startup [CONFIG.yaml] [--repetitions 3] [--out build/startup.json]
+    python -m benchmarks.startup [CONFIG.yaml] [--repetitions 3] [--out FILE] [--record]
 
 Both arms are processes of their own, timed from their start, in turn: A (the engine alone, until it
 can generate) and B (`python -m minirl.train` until the first step is recorded).
@@ -8,11 +8,12 @@ can generate) and B (`python -m minirl.train` until the first step is recorded).
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from benchmarks.results import add_options, provenance, start_load, table, write_section
 
 ENGINE = """
 import sys, uvloop
@@ -71,20 +72,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="time to the first step against the engine alone")
     parser.add_argument("config", nargs="?", default="configs/debug/calculator_grpo.yaml")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("build/startup.json"))
+    add_options(parser, "build/startup.json")
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    engine, train = [], []
+    load, engine, train = start_load(), list[float](), list[float]()
     engine_alone(arguments.config)  # warms the file cache
     for _ in range(arguments.repetitions):
         engine.append(engine_alone(arguments.config))
         train.append(first_step(arguments.config))
     extra = [b - a for a, b in zip(engine, train, strict=True)]
     rows = {"engine alone": engine, "first step": train, "difference": extra}
-    for name, values in rows.items():
-        middle = statistics.median(values)
-        print(f"{name:14} {middle:6.1f} s   ({min(values):.1f} to {max(values):.1f})")
     arguments.out.write_text(json.dumps(rows, indent=2) + "\n")
+    report = table(["", "seconds"], rows.items())
+    print(report)
+    if arguments.record:
+        write_section("startup", f"{provenance(load)}\n\n{report}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the trainer's speed and memory are made of; compared arms are interleaved in one run.
 
     python -m benchmarks.train_step [--parts logprobs packing phases trl ...] [--model debug]
-                                    [--mix agent] [--repetitions 5] [--out build/train_step.json]
+                                    [--mix agent] [--repetitions 5] [--out FILE] [--record]
 
     logprobs   log-probabilities and gradients of a large vocabulary: a few rows of logits at a time
                (what the trainer does) against all at once; time, and peak memory
@@ -36,6 +36,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.measure import Arms, interleave, machine, ratios, show
+from benchmarks.results import add_options, provenance, start_load, table, write_section
 from benchmarks.shapes import SHAPES, random_model
 from benchmarks.trl_update import TRLUpdate
 from minirl.algorithms import aggregate, policy_loss
@@ -75,8 +76,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="limit of a response, tokens")
     parser.add_argument("--max-tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("build/train_step.json"))
     parser.add_argument("--words", type=int, default=152_000, help="of the part vocabulary")
+    add_options(parser, "build/train_step.json")
     parser.add_argument("--peak-of", choices=(*SCORES, *PASSES), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peak_of:
@@ -84,13 +85,17 @@ def main() -> None:
         run = _score_arms()[arm] if arm in SCORES else _pass(arm, arguments)
         print(_peak_bytes(run))
         return
+    load, texts = start_load(), list[str]()
     results: dict[str, Any] = {"machine": machine(), "arguments": vars(arguments) | {"out": ""}}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     for part in arguments.parts:
         print(f"{part}:")
         results[part] = PARTS[part](arguments)
         show(results[part])
+        texts.append(table([part, ""], results[part].items()))
         arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.record:
+        write_section("train_step", "\n\n".join([provenance(load), *texts]))
 
 
 def _score_arms() -> Arms:

@@ -3,13 +3,16 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import torch
 from engine_pair import Pair, Without, open_pair
+from engine_talk import endpoint, talk
 
 from minirl.credit import correct_mismatch
 from minirl.rollout.server import EngineLostError, RequestRefusedError
@@ -17,6 +20,7 @@ from minirl.rollout.vllm_server import VLLMServer
 from minirl.rollout.weight_sync import SyncError, WeightSync
 from minirl.run import _watch
 from minirl.testing import tiny_model
+from minirl.trainer import packing
 from minirl.types import MicroBatch
 
 pytestmark = [
@@ -170,6 +174,28 @@ async def test_a_request_that_cannot_be_served_says_why(pair: Pair) -> None:
         await pair.client.generate([1, 2, 3], {"max_tokenz": 5}, "typo")
     with pytest.raises(RequestRefusedError, match="512"):
         await pair.client.generate([1] * 1000, {"max_tokens": 5}, "long")
+
+
+async def test_the_tokens_of_an_openai_client_are_the_engines(pair: Pair) -> None:
+    """A tool's result between two turns, the first of them streamed, eight conversations at once:
+    the trainer scores every sampled token as the engine did, and as the client was told."""
+    await pair.sync_now()
+    async with endpoint(pair) as context, httpx.AsyncClient(trust_env=False) as http:
+        talks = await asyncio.gather(*(talk(context, http, number) for number in range(8)))
+    trajectories = [trajectory for trajectory, _ in talks]
+    for trajectory, told in talks:
+        assert trajectory.num_turns == 2 and 0 in trajectory.response_mask
+        if isinstance(pair.server, VLLMServer):  # which caches whole blocks of 32
+            prompt = len(trajectory.prompt_ids) // 32 * 32
+            assert trajectory.turns[1].num_cached_tokens >= prompt > 0
+        pairs = zip(trajectory.response_ids, trajectory.response_mask, strict=True)
+        is_told = [m and token not in context.chat.stop_token_ids for token, m in pairs]
+        assert told == list(compress(trajectory.response_logprobs, is_told))
+    rewards = [[0.0] * len(t.response_ids) for t in trajectories]
+    batch = packing.pack(trajectories, rewards, list(range(len(trajectories))))
+    scored = await pair.on_trainer(pair.policy.compute_logprobs, batch)
+    difference = (scored - batch.rollout_logprobs)[batch.response_mask > 0].abs()
+    assert len(difference) > 100 and difference.max() <= AGREEMENT
 
 
 async def test_an_engine_that_stands_still_is_noticed(pair: Pair) -> None:

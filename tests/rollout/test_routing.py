@@ -3,14 +3,14 @@
 import pytest
 
 from benchmarks.rollout_overhead import WORKLOADS
-from benchmarks.rollout_routing import BLOCK, CachingServer, converse
+from benchmarks.rollout_routing import BLOCK, CachingServer, Workload, converse
 
 
 @pytest.mark.parametrize("num_servers", [2, 4])
 @pytest.mark.parametrize("workload", WORKLOADS)
 async def test_the_hit_rate_is_that_of_one_engine(workload: str, num_servers: int) -> None:
-    one = await converse(1, **WORKLOADS[workload])
-    several = await converse(num_servers, **WORKLOADS[workload])
+    one = await converse(1, WORKLOADS[workload])
+    several = await converse(num_servers, WORKLOADS[workload])
     assert several.cache_hit_rate >= 0.98 * one.cache_hit_rate
     assert several.num_moves == 0 and several.num_requests == one.num_requests
     requests = several.requests_per_server.values()
@@ -19,8 +19,9 @@ async def test_the_hit_rate_is_that_of_one_engine(workload: str, num_servers: in
 
 async def test_conversations_that_move_lose_it() -> None:
     """The measure can fall: here every difference in load is an overload."""
-    one = await converse(1, num_prompts=64, n=1, num_turns=4)
-    moving = await converse(2, num_prompts=64, n=1, num_turns=4, sticky_imbalance=1.0)
+    workload = Workload(num_prompts=64, n=1, num_turns=4)
+    one = await converse(1, workload)
+    moving = await converse(2, workload, sticky_imbalance=1.0)
     assert moving.num_moves > 0
     assert moving.cache_hit_rate < 0.98 * one.cache_hit_rate
 

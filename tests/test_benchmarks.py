@@ -1,0 +1,65 @@
+"""The benchmarks run, on small numbers, and what they say adds up."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import routing, scaling, vs_trl, vs_trl_task
+from benchmarks.rollout_routing import CachingServer
+from minirl.tools import load_tools
+
+
+async def test_routing_compares_its_arms() -> None:
+    workload = replace(routing.ALONE, num_prompts=8, tool_s=0.0)
+    rounds = await routing.measure([CachingServer(0), CachingServer(1)], workload, 2)
+    assert {len(values) for figures in rounds.values() for values in figures.values()} == {2}
+    compared = routing.compare(rounds)
+    assert all(ratio > 0.98 for ratio in compared["hit rate, sticky / one"])
+    assert all(ratio < 0.9 for ratio in compared["hit rate, spread / sticky"])
+    report = routing.report({"alone": {"rounds": rounds, "ratios": compared}})
+    assert len(report.splitlines()) == 2 + 3 + 1 + 2 + 4
+
+
+def test_scaling_with_a_worker_process() -> None:
+    results = scaling.run([16], [1], 1)
+    costs = results["16"]["1"]
+    assert all(len(costs[figure]) == 1 for figure in scaling.FIGURES)
+    assert costs["wall"][0] > costs["rank 0"][0] > 0
+    assert len(scaling.report(results).splitlines()) == 3
+
+
+@pytest.mark.parametrize("part", vs_trl.PARTS)
+def test_both_arms_of_vs_trl_have_the_same_questions(part: str, tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "1 + 1?"}], "reward_model": {"ground_truth": "2"}}
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(f"{json.dumps(row)}\n" * 100)
+    task = replace(vs_trl.PARTS[part], questions=str(questions), num_prompts=4, num_steps=2)
+    given = vs_trl_task.read_questions(task)
+    assert given == [{"prompt": row["prompt"], "ground_truth": "2"}] * 12
+    config = vs_trl._config(task, tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [r["prompt"] for r in rows] == [r["prompt"] for r in given]
+    assert config.data.train_batch_size * (config.trainer.total_training_steps or 0) == len(rows)
+    if task.with_tool:
+        tools = load_tools(config.rollout.multi_turn.tool_config_path or "")
+        assert isinstance(tools["calculator"], vs_trl_task.WaitingCalculator)
+    else:
+        assert config.rollout.multi_turn.tool_config_path is None
+
+
+async def test_a_tool_that_waits_answers_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    monkeypatch.setattr(vs_trl_task.asyncio, "sleep", sleep)
+    tool = vs_trl_task.WaitingCalculator({})
+    answer, _, _ = await tool.execute("", {"expression": "2 * 3"})
+    assert answer.text == "6" and len(waited) == 1
+    for number in range(4000):
+        await vs_trl_task.wait(f"{number} + 1")
+    assert sum(waited) / len(waited) == pytest.approx(vs_trl_task.MEAN_S, rel=0.1)
+    assert max(waited) > 2 and min(waited) < 0.03
