@@ -55,7 +55,7 @@ class PlannedLoop(AgentLoopBase):
             trajectory = await self.start(list(row["raw_prompt"]))
             for turn in row["extra_info"]["plan"]["turns"]:
                 await self._sample(trajectory, sampling_params, turn["response_tokens"])
-                if turn.get("tool_s") is not None:  # JSON Lines drop what is null
+                if turn.get("tool_s") is not None:  # null is dropped from rows
                     answers = await tools.call(trajectory, [_call(turn)])
                     await self.append_observation(trajectory, answers)
             await tools.calc_rewards(trajectory)
