@@ -66,7 +66,9 @@ class ServerStats(msgspec.Struct, kw_only=True):
     num_steps: int = 0
     """Of the engine, each of which gives running requests a token: what shows that it goes on."""
     num_running: int = 0
+    """Requests that the server has, also those that wait for room in the engine."""
     num_waiting: int = 0
+    """Of them, as the engine's scheduler had it at its last step."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0

@@ -88,7 +88,8 @@ class VLLMServer(AsyncServerBase):
             self._engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[self._step_counter()])
 
     def _step_counter(self) -> Any:
-        """What vLLM makes its statistics loggers with: one that counts the engine's steps."""
+        """What vLLM makes its statistics loggers with: one that counts the engine's steps
+        and has how many requests wait for room in it."""
         from vllm.v1.metrics.loggers import StatLoggerBase
 
         stats = self._stats
@@ -97,7 +98,9 @@ class VLLMServer(AsyncServerBase):
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
 
             def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
-                stats.num_steps += scheduler_stats is not None
+                if scheduler_stats is not None:
+                    stats.num_steps += 1
+                    stats.num_waiting = scheduler_stats.num_waiting_reqs
 
             def log_engine_initialized(self) -> None: ...
 

@@ -1,0 +1,97 @@
+"""How much of the time the engine works in serial, sync and async rollout, why it is idle in the
+rest, and how far from the best possible each is.
+
+    python -m benchmarks.async_vs_sync [CONFIG] [--out DIR] [--full]
+
+CONFIG is `cpu` (two cores, the default), `gpu`, or a YAML file like cpu.yaml in this folder.
+Into DIR go results.json, report.html and pictures.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks.async_vs_sync.report import Results, print_case, print_steps, write
+from benchmarks.async_vs_sync.rollouts import (
+    Arm,
+    engine_client,
+    measure_case,
+    measure_speed,
+)
+from benchmarks.async_vs_sync.sampling import Device
+from benchmarks.async_vs_sync.settings import (
+    FOLDER,
+    MODES_IN_TURN,
+    Case,
+    Settings,
+    check_lengths,
+    load_settings,
+    make_model,
+    write_run,
+)
+from benchmarks.async_vs_sync.steps import measure_steps, write_rows
+from minirl.config import Config, ConfigError
+from minirl.launch import run_command
+from minirl.run import open_run
+
+
+async def benchmark(settings: Settings, cases: Sequence[Case], out: Path, config: Config) -> None:
+    """All cases on one engine, then the training steps."""
+    began, load = time.perf_counter(), os.getloadavg()
+    check_lengths(list(cases), settings.repetitions, settings.seed, config)
+    async with open_run(config) as run, engine_client() as client:
+        assert run.inputs
+        device, once = Device(), replace(config, rollout=replace(config.rollout, n=1))
+        arms = {m: Arm(once, run.inputs, client, m, device) for m in MODES_IN_TURN}
+        largest = max((n for case in cases for n in case.conversations), default=1)
+        speed = await measure_speed(client, largest, settings.repetitions)
+        results = Results(settings=settings, speed=speed, load_before=load)
+        for case in cases:
+            for number in case.conversations:
+                result = await measure_case(arms, settings, case, number, speed)
+                results.cases.append(result)
+                print_case(result)
+        if settings.steps:
+            in_steps = {m: Arm(config, run.inputs, client, m, device) for m in settings.steps.modes}
+            results.steps = await measure_steps(run, in_steps, settings)
+            print_steps(results.steps)
+    results.seconds = time.perf_counter() - began
+    write(results, out)
+    print(f"{results.seconds:.0f} s; {out}/report.html, results.json and pictures")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.async_vs_sync",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", nargs="?", default="cpu")
+    parser.add_argument("--out", type=Path, default=Path("build/async_vs_sync"))
+    parser.add_argument("--full", action="store_true", help="with the cases under `full`")
+    arguments = parser.parse_args()
+    out, name = arguments.out, arguments.config
+    path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+    try:
+        settings = load_settings(path)
+        cases = settings.cases + (settings.full if arguments.full else [])
+        out.mkdir(parents=True, exist_ok=True)
+        model, rows = make_model(settings, out), out / "rows.jsonl"
+        write_rows(settings, rows)
+        run = write_run(settings, out, model, rows)
+    except ConfigError as error:
+        parser.exit(2, f"minirl: {error}\n")
+    run_command(
+        partial(benchmark, settings, cases, out),
+        [str(run)],
+        usage=str(__doc__),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""What a benchmark's YAML says: the engine, which workloads, how often."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from benchmarks.async_vs_sync.workload import Workload
+from benchmarks.shapes import SHAPES, random_model
+from minirl.config import Config, ConfigError, require
+from minirl.registry import nearest, option_names
+from minirl.testing import byte_tokenizer, tiny_model
+
+FOLDER = Path(__file__).parent
+MODES_IN_TURN = ["serial", "sync", "async"]
+TEMPLATE_TOKENS = 48
+"""Per turn, more than the chat template and a tool's error message add to what is planned."""
+
+
+@dataclass(kw_only=True)
+class Case:
+    """A workload with some numbers of conversations."""
+
+    workload: str
+    """A file in workloads/, without .yaml, or a path."""
+    conversations: list[int]
+    modes: list[str] = field(default_factory=lambda: list(MODES_IN_TURN))
+    serial_up_to: int = 8
+    """With more conversations `serial` is left out: it takes as many times as long."""
+    latency_scale: float = 1.0
+    """All latencies of the workload's tools, times this."""
+
+    def modes_for(self, number: int) -> list[str]:
+        """Those that are run with so many conversations."""
+        return [m for m in self.modes if m != "serial" or number <= self.serial_up_to]
+
+
+@dataclass(kw_only=True)
+class WholeSteps:
+    """Training steps over a workload, all in one run, their rollouts by each mode in turn."""
+
+    workload: str = "search"
+    """Its lengths are tokens, not seconds."""
+    prompts: int = 4
+    """Per step; each is sampled rollout.n times."""
+    modes: list[str] = field(default_factory=lambda: list(MODES_IN_TURN))
+    latency_scale: float = 1.0
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """A benchmark."""
+
+    model: dict[str, Any]
+    """Random weights at this shape: arguments of minirl.testing.tiny_model, or `shape`, a name in
+    benchmarks/shapes.py, with `dtype`."""
+    run: dict[str, Any]
+    """The config of the run, as minirl.train has it."""
+    repetitions: int = 3
+    seed: int = 0
+    cases: list[Case] = field(default_factory=list)
+    full: list[Case] = field(default_factory=list)
+    """With --full, these too."""
+    steps: WholeSteps | None = None
+
+
+def load_settings(path: Path) -> Settings:
+    """From a file; ConfigError names the place, the value and what is allowed."""
+    try:
+        loaded = OmegaConf.load(path)
+        settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), loaded))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; say one of {_shipped(FOLDER)}") from None
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        problem = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{path}: {getattr(error, 'full_key', None) or ''}: {problem}") from error
+    assert isinstance(settings, Settings)
+    require(settings.repetitions > 0, f"{path}: repetitions", settings.repetitions, "at least 1")
+    for case in [*settings.cases, *settings.full, *([settings.steps] if settings.steps else [])]:
+        _check_case(case, str(path))
+    return settings
+
+
+def _check_case(case: Case | WholeSteps, place: str) -> None:
+    key = f"{place}: {case.workload}"
+    for mode in case.modes:
+        require(mode in MODES_IN_TURN, f"{key}: modes", mode, f"of {', '.join(MODES_IN_TURN)}")
+    require(case.latency_scale >= 0, f"{key}: latency_scale", case.latency_scale, "0 or more")
+    counts = case.conversations if isinstance(case, Case) else [case.prompts]
+    require(min(counts, default=0) > 0, f"{key}: conversations", counts, "name one, or more")
+    workload = load_workload(case.workload)
+    if isinstance(case, WholeSteps):
+        is_tokens = workload.response_key == "response_tokens"
+        require(is_tokens, f"{key}: response_s", workload.response_s, "give response_tokens")
+
+
+def load_workload(name: str) -> Workload:
+    """Of workloads/, or of a path."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / "workloads" / f"{name}.yaml"
+    if not path.is_file():
+        raise ConfigError(f"workload: there is no {name!r}; there are {_shipped(path.parent)}")
+    try:
+        given = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    require(isinstance(given, dict), str(path), given, "write `key: value` lines")
+    known = [name for name in Workload.__dataclass_fields__ if name not in ("name", "folder")]
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"{path}: {key}: no such key{nearest(str(key), known)}")
+    for key in ("about", "turns", "prompt_tokens"):
+        require(key in given, f"{path}: {key}", None, "has to be given")
+    return Workload(name=path.stem, folder=path.parent, **given)
+
+
+def write_run(settings: Settings, folder: Path, model: Path, rows: Path) -> Path:
+    """The config of the run in `folder`, as a file: one step of training per repetition and mode of
+    `steps`, and one before them that is not counted."""
+    steps = settings.steps
+    num_steps = 1 + settings.repetitions * len(steps.modes) if steps else 1
+    given = {
+        "model": {"path": str(model)},
+        "data": {
+            "train_files": [str(rows)],
+            "train_batch_size": steps.prompts if steps else 1,
+            "shuffle": False,
+        },
+        "rollout": {
+            "multi_turn": {"tool_config_path": str(FOLDER / "tools.yaml")},
+            "on_failure": "raise",
+            "trace": None,
+        },
+        "reward": {
+            "custom_reward_function": {"path": str(FOLDER / "agent.py"), "name": "compute_score"}
+        },
+        "trainer": {
+            "default_local_dir": str(folder),
+            "experiment_name": "run",
+            "logger": ["jsonl"],
+            "total_training_steps": num_steps,
+            "val_before_train": False,
+            "resume_mode": "disable",
+        },
+    }
+    path = folder / "run.yaml"
+    OmegaConf.save(OmegaConf.merge(given, settings.run), path)
+    return path
+
+
+def make_model(settings: Settings, folder: Path) -> Path:
+    """Random weights and the byte tokenizer; the folder with them."""
+    options = dict(settings.model)
+    if shape := options.pop("shape", None):
+        require(shape in SHAPES, "model.shape", shape, f"one of {', '.join(SHAPES)}")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = random_model(shape, device, getattr(torch, options.pop("dtype", "float32")))
+        byte_tokenizer().save_pretrained(model)
+        return model.resolve()
+    known = option_names(tiny_model)
+    for name in options:
+        require(name in known, "model", name, f"one of {', '.join(sorted(known))}, or shape")
+    return tiny_model(folder / "model", **options)
+
+
+def check_lengths(cases: list[Case], repetitions: int, seed: int, config: Config) -> None:
+    """ConfigError where a conversation of any repetition is longer than the run's limits.
+
+    Lengths that are given as times are not known yet: an agent loop refuses them.
+    """
+    for case in cases:
+        workload = load_workload(case.workload)
+        if workload.response_key == "response_s":
+            continue
+        for plan in (
+            plan
+            for repetition in range(repetitions + 1)
+            for plan in workload.draw(max(case.conversations), seed + repetition)
+        ):
+            response = plan.num_tokens - plan.prompt_tokens + TEMPLATE_TOKENS * len(plan.turns)
+            for key, tokens, limit in (
+                ("rollout.response_length", response, config.rollout.response_length),
+                (
+                    "data.max_prompt_length",
+                    plan.prompt_tokens + TEMPLATE_TOKENS,
+                    config.data.max_prompt_length,
+                ),
+            ):
+                words = f"a conversation of {workload.name} needs {tokens}; set more under `run`"
+                require(tokens <= limit, key, limit, words)
+
+
+def _shipped(folder: Path) -> str:
+    return ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))

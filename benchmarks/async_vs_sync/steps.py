@@ -1,0 +1,116 @@
+"""Whole training steps, all in one run: rollouts by each mode in turn, the rest as ever."""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.async_vs_sync.rollouts import Arm, Rollout
+from benchmarks.async_vs_sync.settings import Settings, WholeSteps, load_workload
+from benchmarks.measure import ratios
+from minirl.run import Run
+from minirl.tracking import read_metrics
+from minirl.train import train
+from minirl.types import Trajectory
+
+OUTSIDE = ("step", "gen", "update_weights")
+"""Phases that are not the trainer's alone."""
+
+
+class ModesInTurn:
+    """The manager of a run whose steps roll out by one arm after another; keeps the rollouts."""
+
+    def __init__(self, arms: Sequence[Arm]) -> None:
+        self._arms = arms
+        self.rollouts: list[Rollout] = []
+
+    @property
+    def _last(self) -> Arm:
+        return self._arms[(len(self.rollouts) - 1) % len(self._arms)]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """See AgentLoopManager."""
+        return self._last.manager.metrics
+
+    async def generate_sequences(
+        self, prompts: list[dict[str, Any]], **options: Any
+    ) -> list[Trajectory]:
+        """See AgentLoopManager."""
+        arm = self._arms[len(self.rollouts) % len(self._arms)]
+        self.rollouts.append(await arm.rollout(prompts, **options))
+        return self.rollouts[-1].trajectories
+
+    async def sleep(self, level: int) -> None:
+        """See AgentLoopManager."""
+        await self._last.manager.sleep(level)
+
+    async def wake_up(self) -> None:
+        """See AgentLoopManager."""
+        await self._last.manager.wake_up()
+
+
+@dataclass(kw_only=True)
+class StepsResult:
+    """Of every mode, what its steps took; lists have an entry per repetition."""
+
+    workload: str
+    conversations: int
+    figures: dict[str, list[dict[str, Any]]]
+
+    def against_async(self, mode: str) -> list[float]:
+        """How many times as long a step takes, round by round."""
+        seconds = {m: [f["seconds"] for f in self.figures[m]] for m in (mode, "async")}
+        return ratios(seconds, mode, "async")
+
+
+def write_rows(settings: Settings, path: Path) -> None:
+    """The run's dataset: one batch, so that every step has the same conversations to hold."""
+    steps = settings.steps or WholeSteps(prompts=1)
+    plans = load_workload(steps.workload).draw(
+        steps.prompts, settings.seed, latency_scale=steps.latency_scale
+    )
+    rows = [plan.row(str(index), index) for index, plan in enumerate(plans)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+async def measure_steps(run: Run, arms: dict[str, Arm], settings: Settings) -> StepsResult:
+    """Train; the first step, by the last of the modes, warms up."""
+    assert settings.steps
+    modes = settings.steps.modes
+    in_turn = ModesInTurn([arms[modes[-1]], *(arms[m] for m in modes * settings.repetitions)])
+    run.manager = in_turn  # type: ignore[assignment]
+    await train(run)
+    rows = [row for row in read_metrics(run.config.trainer.run_dir) if row["step"] > 1]
+    figures: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for rollout, row in zip(in_turn.rollouts[1:], rows, strict=True):
+        figures[rollout.mode].append(step_figures(rollout, row))
+    return StepsResult(
+        workload=settings.steps.workload,
+        conversations=len(in_turn.rollouts[0].conversations),
+        figures=dict(figures),
+    )
+
+
+def step_figures(rollout: Rollout, metrics: dict[str, float]) -> dict[str, Any]:
+    """Of a step: what its rollout's time went into, and of its other phases by what they are."""
+    phases = {
+        name.removeprefix("timing_s/"): seconds
+        for name, seconds in metrics.items()
+        if name.startswith("timing_s/")
+    }
+    figures = rollout.figures()
+    idle = figures["idle_s"]
+    idle["sync"] = phases["update_weights"] + phases["gen"] - rollout.seconds
+    idle["trainer"] = sum(s for name, s in phases.items() if name not in OUTSIDE)
+    within = phases["gen"] + phases["update_weights"] + idle["trainer"]
+    idle["driver"] += phases["step"] - within
+    return {
+        "seconds": phases["step"],
+        "rollout_s": rollout.seconds,
+        "generating_s": figures["generating_s"],
+        "idle_s": idle,
+        "phases_s": phases,
+    }

@@ -1,0 +1,405 @@
+"""The benchmark of serial, sync and async rollout: what it draws, attributes, bounds and writes."""
+
+import asyncio
+import html
+import json
+import math
+import re
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_engine import ScriptedEngine
+
+from benchmarks.async_vs_sync.__main__ import benchmark
+from benchmarks.async_vs_sync.bound import EngineSpeed, bound
+from benchmarks.async_vs_sync.settings import (
+    FOLDER,
+    check_lengths,
+    load_settings,
+    load_workload,
+    make_model,
+    write_run,
+)
+from benchmarks.async_vs_sync.steps import write_rows
+from benchmarks.async_vs_sync.timeline import CAUSES, WORKING, Conversation, attribute, per_bucket
+from benchmarks.async_vs_sync.workload import Distribution, Plan, Turn, Workload
+from minirl.config import Config, ConfigError, load_config
+from minirl.launch import SOCKETS
+from minirl.rollout.server import ServerStats
+from minirl.testing import ScriptedServer, byte_tokenizer
+from minirl.types import TokenOutput
+
+
+def parse(value: Any, folder: Path = Path()) -> Distribution:
+    return Distribution.parse(value, "tool_s", folder)
+
+
+@pytest.mark.parametrize(
+    ("given", "mean", "deviation"),
+    [
+        (0.5, 0.5, 0.0),
+        ({"constant": 2}, 2.0, 0.0),
+        ({"exponential": 0.3}, 0.3, 0.3),
+        ({"lognormal": 0.3, "sigma": 0.5}, 0.3, 0.3 * math.sqrt(math.exp(0.25) - 1)),
+    ],
+)
+def test_distributions_have_their_moments(given: Any, mean: float, deviation: float) -> None:
+    random, same = np.random.default_rng(0), np.random.default_rng(0)
+    values = [parse(given).draw(random) for _ in range(20_000)]
+    assert values[:9] == [parse(given).draw(same) for _ in range(9)]
+    assert np.mean(values) == pytest.approx(mean, rel=0.02)
+    assert np.std(values) == pytest.approx(deviation, rel=0.05)
+
+
+def test_a_tail_is_cut_before_it_is_scaled() -> None:
+    random = np.random.default_rng(0)
+    heavy = parse({"lognormal": 1, "sigma": 2, "max": 5})
+    values = [heavy.draw(random, scale=0.1) for _ in range(1000)]
+    assert max(values) == 0.5 and min(values) < 0.05
+
+
+@pytest.mark.parametrize(
+    "text", ["0.5\n2\n", '{"tool_calls": [{"seconds": 0.5}, {"seconds": 2}], "uid": "3"}\n']
+)
+def test_a_trace_is_what_was_recorded(tmp_path: Path, text: str) -> None:
+    (tmp_path / "trace.jsonl").write_text(text)
+    trace = parse({"trace": "trace.jsonl"}, tmp_path)
+    random = np.random.default_rng(0)
+    assert {trace.draw(random) for _ in range(50)} == {0.5, 2.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (-1, "tool_s.constant: got -1; must be a number"),
+        ({"lognormal": "much"}, "tool_s.lognormal: got 'much'"),
+        ({"log_normal": 1}, "tool_s.log_normal: no such key; did you mean 'lognormal'"),
+        ({"max": 1}, "name one of constant, exponential"),
+        ({"trace": "none.txt"}, "tool_s.trace: got 'none.txt'; there is no file"),
+        ({"trace": "bad.txt"}, "bad.txt: line 2: got 'soon'"),
+    ],
+)
+def test_a_distribution_that_cannot_be_is_refused(tmp_path: Path, given: Any, words: str) -> None:
+    (tmp_path / "bad.txt").write_text("1\nsoon\n")
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        parse(given, tmp_path)
+
+
+def workload(**given: Any) -> Workload:
+    return Workload(**{"name": "w", "about": "", "turns": 3, "prompt_tokens": 9} | given)
+
+
+def test_a_conversation_is_the_same_among_few_and_many() -> None:
+    drawn = workload(response_tokens={"exponential": 20}, tool_s={"exponential": 1})
+    assert drawn.draw(50, seed=1)[:3] == drawn.draw(3, seed=1) != drawn.draw(3, seed=2)
+    for plan in drawn.draw(3, seed=1):
+        assert [turn.tool_s is None for turn in plan.turns] == [False, False, True]
+
+
+def test_shares_of_slow_and_failing_calls() -> None:
+    plans = workload(
+        response_s=0.1, tool_s=1, slow_share=0.2, slow_factor=4, failing_share=0.1
+    ).draw(2000, seed=0, token_s=0.01, latency_scale=0.5)
+    calls = [turn for plan in plans for turn in plan.turns if turn.tool_s is not None]
+    assert {turn.response_tokens for turn in calls} == {10}
+    assert {turn.tool_s for turn in calls} == {0.5, 2.0}
+    assert np.mean([turn.tool_s == 2 for turn in calls]) == pytest.approx(0.2, abs=0.02)
+    assert np.mean([turn.fails for turn in calls]) == pytest.approx(0.1, abs=0.02)
+
+
+def talk(start: float, *states: tuple[str, float], name: str = "0/0") -> Conversation:
+    """One that goes through `states` for so many seconds each."""
+    spans: dict[str, list[tuple[float, float]]] = {WORKING: [], "tools": [], "held": [], "": []}
+    now = start
+    for state, seconds in states:
+        spans[state].append((now, now + seconds))
+        now += seconds
+    del spans[""]  # code of rank 0
+    tokens = [1] * len(spans[WORKING])
+    return Conversation(
+        name=name,
+        start=start,
+        end=now,
+        generating=spans[WORKING],
+        tools=spans["tools"],
+        held=spans["held"],
+        tokens=tokens,
+    )
+
+
+GENERATE, TOOL = (WORKING, 1.0), ("tools", 5.0)
+
+
+def spent(conversations: list[Conversation], start: float, end: float) -> dict[str, float]:
+    found = attribute(conversations, start, end)
+    return {cause: seconds for cause, seconds in found.items() if seconds}
+
+
+def test_one_after_another_waits_for_tools() -> None:
+    talks = [talk(7.0 * i, GENERATE, TOOL, GENERATE) for i in range(8)]
+    assert spent(talks, 0, 56) == {WORKING: 16, "tools": 40}
+
+
+def test_at_once_they_share_the_engine_and_the_wait() -> None:
+    talks = [talk(0.0, GENERATE, TOOL, GENERATE) for _ in range(8)]
+    assert spent(talks, 0, 7) == {WORKING: 2, "tools": 5}
+
+
+def test_a_barrier_waits_for_the_slowest_tool() -> None:
+    quick = talk(0.0, GENERATE, ("tools", 1.0), ("held", 4.0), GENERATE)
+    slow = talk(0.0, GENERATE, TOOL, GENERATE)
+    assert spent([quick, slow], 0, 7) == {WORKING: 2, "tools": 1, "barrier": 4}
+
+
+def test_the_last_quarter_is_the_tail() -> None:
+    talks = [talk(0.0, GENERATE) for _ in range(6)]
+    talks += [talk(0.0, GENERATE, ("tools", 2.0), GENERATE), talk(0.0, GENERATE, TOOL, GENERATE)]
+    # from 1 to 2 and 4 to 6 two and one are left of eight
+    assert spent(talks, 0, 7) == {WORKING: 3, "tail": 4}
+
+
+def test_code_of_rank_0_is_the_driver_and_so_is_what_is_around_the_conversations() -> None:
+    first = talk(1.0, ("", 0.5), GENERATE, ("", 0.25), TOOL, GENERATE)
+    second = talk(1.5, GENERATE, TOOL)
+    assert spent([first, second], 0, 10) == {WORKING: 2, "driver": 1.5 + 0.25 + 1.25, "tools": 5}
+
+
+STATES = st.lists(st.tuples(st.sampled_from([WORKING, "tools", "held", ""]), st.floats(0, 3)))
+TALKS = st.lists(st.builds(lambda start, states: talk(start, *states), st.floats(-1, 5), STATES))
+
+
+@settings(max_examples=100, deadline=None)
+@given(TALKS, st.floats(0.1, 12))
+def test_causes_add_up_to_the_time(talks: list[Conversation], end: float) -> None:
+    found = attribute(talks, 0.0, end)
+    assert sum(found.values()) == pytest.approx(end)
+    assert min(found.values()) >= 0
+    spans = [span for c in talks for span in c.generating]
+    cuts = sorted({0.0, end, *(t for span in spans for t in span if 0 < t < end)})
+    worked = sum(b - a for a, b in pairwise(cuts) if any(s <= (a + b) / 2 < e for s, e in spans))
+    assert found[WORKING] == pytest.approx(worked)
+
+
+def test_the_timeline_has_every_second_once() -> None:
+    talks = [talk(0.0, GENERATE, TOOL, GENERATE), talk(0.5, GENERATE, ("tools", 2.0))]
+    buckets = per_bucket(talks, 0.0, 7.0, 1.0)
+    assert len(buckets) == 7
+    assert [b[WORKING] for b in buckets] == [1.5, 0.5, 0, 0, 0, 0, 1]
+    assert sum(b["tools"] for b in buckets) == pytest.approx(7.0)
+    assert sum(b["tokens"] for b in buckets) == pytest.approx(3.0)
+
+
+SPEED = EngineSpeed(step_s={1: 0.01, 2: 0.012, 4: 0.016}, prefill_token_s=0.001)
+
+
+def plan(*turns: tuple[int, float | None], prompt: int = 100, observation: int = 0) -> Plan:
+    return Plan(prompt, tuple(Turn(n, tool_s, observation) for n, tool_s in turns))
+
+
+def test_the_longest_chain_bounds() -> None:
+    """Alone: prompt 0.1 s, tokens 0.1 s, tool 2 s, observation 0.05 s, tokens 0.2 s."""
+    found = bound([plan((10, 2.0), (20, None), observation=50), plan((1, None))], SPEED)
+    assert found.seconds == found.chain_s == pytest.approx(2.45)
+    assert found.work_s == pytest.approx(31 * 0.006 + 0.25)
+    assert found.pipeline_s == pytest.approx(10 * 0.006 + 0.1 + 2.25)
+
+
+def test_the_work_bounds() -> None:
+    """Four at once have 0.004 s per token."""
+    found = bound([plan((100, None), prompt=0)] * 4, SPEED)
+    assert found.chain_s == pytest.approx(1.0)
+    assert found.seconds == pytest.approx(found.work_s) == pytest.approx(1.6)
+
+
+def test_work_before_the_tools_bounds() -> None:
+    """All first turns (0.16 s) have to be over before the last tool begins (0.5 s, 0.1 s)."""
+    found = bound([plan((10, 0.5), (10, None), prompt=0)] * 4, SPEED)
+    assert (found.chain_s, found.work_s) == pytest.approx((0.7, 0.32))
+    assert found.seconds == found.pipeline_s == pytest.approx(0.76)
+
+
+def makespan(plans: list[Plan], speed: EngineSpeed) -> float:
+    """Of an engine that decodes at once whatever may go on, and a driver that takes no time."""
+    now, ready, at = 0.0, [0.0] * len(plans), [(0, 0)] * len(plans)  # (turn, tokens) of each
+    while left := [i for i, p in enumerate(plans) if at[i][0] < len(p.turns)]:
+        now = max(now, min(ready[i] for i in left))
+        batch = [i for i in left if ready[i] <= now]
+        new = sum(plans[i].new_tokens[at[i][0]] for i in batch if at[i][1] == 0)
+        sizes = sorted(speed.step_s)
+        now += float(np.interp(len(batch), sizes, [speed.step_s[n] for n in sizes]))
+        now += new * speed.prefill_token_s
+        for i in batch:
+            turn, tokens = at[i][0], at[i][1] + 1
+            done = tokens == plans[i].turns[turn].response_tokens
+            at[i] = (turn + 1, 0) if done else (turn, tokens)
+            ready[i] = now + (plans[i].turns[turn].tool_s or 0.0) if done else now
+    return max(ready)
+
+
+TURNS = st.lists(st.tuples(st.integers(1, 12), st.floats(0, 0.5)), min_size=1, max_size=4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.builds(lambda turns: plan(*turns, observation=9), TURNS), min_size=1, max_size=4)
+)
+def test_nothing_beats_the_bound(plans: list[Plan]) -> None:
+    assert bound(plans, SPEED).seconds <= makespan(plans, SPEED) + 1e-9
+
+
+def test_everything_that_comes_with_it_can_be_run(tmp_path: Path) -> None:
+    for name in ("cpu", "gpu"):
+        loaded = load_settings(FOLDER / f"{name}.yaml")
+        path = write_run(loaded, tmp_path, tmp_path / "model", tmp_path / "rows.jsonl")
+        cases = [replace(c, conversations=[8]) for c in loaded.cases + loaded.full]
+        check_lengths(cases, loaded.repetitions, loaded.seed, load_config([str(path)]))
+    assert {p.stem for p in FOLDER.glob("workloads/*.yaml")} == {c.workload for c in loaded.cases}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"repetitons": 2}, "repetitons"),
+        ({"repetitions": 0}, "repetitions: got 0; at least 1"),
+        ({"cases": [{"workload": "serch", "conversations": [8]}]}, "no 'serch'; there are code"),
+        ({"cases": [{"workload": "search", "conversations": []}]}, "conversations: got []"),
+        (
+            {"cases": [{"workload": "search", "conversations": [8], "modes": ["asinc"]}]},
+            "modes: got 'asinc'; of serial, sync, async",
+        ),
+        ({"steps": {"workload": "textbook"}}, "response_s: got 0.1; give response_tokens"),
+    ],
+)
+def test_wrong_settings_are_refused(tmp_path: Path, change: Any, words: str) -> None:
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"model": {}, "run": {}} | change))
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_settings(tmp_path / "mine.yaml")
+
+
+def test_a_workload_with_a_wrong_key_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("about: x\nturns: 1\nprompt_tokens: 9\nresponse_token: 3\n")
+    with pytest.raises(ConfigError, match="response_token: no such key; did you mean 'response_t"):
+        load_workload(str(path))
+
+
+def test_a_conversation_that_is_too_long_is_told_before_an_engine_starts() -> None:
+    config = load_config(["model.path=none", "rollout.response_length=64"])
+    cases = load_settings(FOLDER / "cpu.yaml").cases
+    with pytest.raises(ConfigError, match=r"rollout\.response_length: got 64; a conv"):
+        check_lengths(cases, 1, 0, config)
+
+
+class PacedEngine(ScriptedEngine):
+    """Samples as many tokens as it is asked for, in half a millisecond each."""
+
+    def __init__(self, config: Config, **_: Any) -> None:
+        super().__init__(ScriptedServer(byte_tokenizer(), []))
+        self.busy_s = 0.0
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str
+    ) -> TokenOutput:
+        began = time.perf_counter()
+        self.num_running += 1
+        length = sampling_params["max_tokens"]
+        await asyncio.sleep(length * 5e-4)
+        self.num_running -= 1
+        self.busy_s += 0.0 if self.num_running else time.perf_counter() - began
+        token = 65 + sampling_params["seed"] % 2
+        return TokenOutput(
+            token_ids=[token] * length, logprobs=[-1.0] * length, finish_reason="length"
+        )
+
+    async def stats(self) -> ServerStats:
+        return ServerStats(num_running=self.num_running, busy_s=self.busy_s)
+
+
+@pytest.fixture(scope="module")
+async def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole benchmark over a scripted engine: what it left."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    short = {
+        "about": "<short>",
+        "turns": 3,
+        "prompt_tokens": 8,
+        "response_tokens": {"lognormal": 6, "sigma": 0.3},
+        "observation_tokens": 4,
+        "tool_s": {"lognormal": 0.03, "sigma": 0.8},
+        "failing_share": 0.2,
+    }
+    (folder / "short.yaml").write_text(yaml.safe_dump(short))
+    given = {
+        "model": {},
+        "run": {
+            "model": {"dtype": "float32"},
+            "rollout": {"name": f"{__name__}:PacedEngine", "n": 2, "sync_check": None},
+            "trainer": {"device": "cpu"},
+        },
+        "repetitions": 2,
+        "cases": [{"workload": f"{folder}/short.yaml", "conversations": [2, 6], "serial_up_to": 2}],
+        "steps": {"workload": f"{folder}/short.yaml", "prompts": 2, "modes": ["sync", "async"]},
+    }
+    (folder / "mine.yaml").write_text(yaml.safe_dump(given))
+    loaded = load_settings(folder / "mine.yaml")
+    write_rows(loaded, folder / "rows.jsonl")
+    model = make_model(loaded, folder)
+    config = load_config([str(write_run(loaded, folder, model, folder / "rows.jsonl"))])
+    try:
+        await benchmark(loaded, loaded.cases, folder, config)
+    finally:
+        SOCKETS.remove()
+    return folder
+
+
+def test_all_modes_are_measured_and_the_causes_add_up(measured: Path) -> None:
+    results = json.loads((measured / "results.json").read_text())
+    assert [case["conversations"] for case in results["cases"]] == [2, 6]
+    assert [list(c["modes"]) for c in results["cases"]] == [
+        ["serial", "sync", "async"],
+        ["sync", "async"],
+    ]
+    for case in results["cases"]:
+        tokens = [[r["tokens"] for r in m["repetitions"]] for m in case["modes"].values()]
+        assert len(tokens[0]) == 2 and all(t == tokens[0] for t in tokens)  # the same work
+        for mode, found in case["modes"].items():
+            for row in found["repetitions"]:
+                parts = row["generating_s"] + sum(row["idle_s"].values())
+                assert parts == pytest.approx(row["seconds"], rel=0.01)
+                assert (row["idle_s"]["barrier"] > 0) == (mode == "sync")
+                assert row["last_trajectory_s"] <= row["seconds"]
+            assert found["efficiency"]["min"] > 0 and len(found["samples"]) >= 2
+            sampled = sum(b["tokens"] for b in found["timeline"])
+            assert sampled == pytest.approx(found["repetitions"][-1]["tokens"])
+
+
+def test_steps_are_measured_whole(measured: Path) -> None:
+    steps = json.loads((measured / "results.json").read_text())["steps"]
+    assert steps["conversations"] == 4 and list(steps["figures"]) == ["sync", "async"]
+    for mode, rows in steps["figures"].items():
+        assert len(rows) == 2
+        for row in rows:
+            idle = row["idle_s"]
+            assert row["generating_s"] + sum(idle.values()) == pytest.approx(row["seconds"])
+            assert idle["trainer"] > 0 and idle["sync"] > 0 and row["rollout_s"] < row["seconds"]
+            assert (idle["barrier"] > 0) == (mode == "sync")
+
+
+def test_the_page_needs_nothing_else(measured: Path) -> None:
+    page = (measured / "report.html").read_text()
+    assert page.count("<svg") == page.count("</svg>") == 5  # idle, growth, steps, two timelines
+    assert not re.search(r"<(script|img|link|iframe)|@import|src=|url\((?!#)", page)
+    assert not re.search(r'(?<!xlink:)href="(?!#)', page)
+    assert "&lt;short&gt;" in page and "<short>" not in page
+    for name in ("idle", "growth", "steps", "timeline_short_2", "timeline_short_6"):
+        assert (measured / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    for name, words in CAUSES.items():
+        assert f"<dt>{name}</dt><dd>{html.escape(words)}</dd>" in page
