@@ -24,7 +24,7 @@ from minirl.rollout.manager import AgentLoopManager
 from minirl.rollout.modes import Pace
 from minirl.rollout.parts import load_parts, make_router
 from minirl.rollout.server import ServerClient, ServerService, ServerStats
-from minirl.rollout.worker import LocalWorker, Workers
+from minirl.rollout.worker import LocalWorker, Workers, rare_collections
 from minirl.rollout.worker_pool import open_pool
 from minirl.testing import byte_tokenizer
 from minirl.types import TokenOutput
@@ -131,7 +131,7 @@ async def open_manager(config: Config, addresses: list[str]) -> AsyncIterator[Ag
             router = make_router(config.rollout.agent, clients)
             pace = Pace(router)
             workers = LocalWorker(load_parts(config).make_worker(config, pace), router, pace)
-        gc.freeze()  # as open_run does
+        stack.enter_context(rare_collections())  # as open_run does
         yield AgentLoopManager(config, workers, clients)
 
 

@@ -1,7 +1,6 @@
 """Everything long-lived of a run, opened and closed in order; train.py and evaluate.py use it."""
 
 import asyncio
-import gc
 import logging
 import os
 import sys
@@ -30,7 +29,7 @@ from minirl.rollout.server import (
     ServerService,
 )
 from minirl.rollout.weight_sync import WeightSync
-from minirl.rollout.worker import LocalWorker, Workers
+from minirl.rollout.worker import LocalWorker, Workers, rare_collections
 from minirl.rollout.worker_pool import begin_imports, open_pool
 from minirl.trainer.checkpoint import Checkpoints
 from minirl.trainer.critic import CriticTrainer
@@ -120,10 +119,7 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
         sync = WeightSync(config, world, server, on_trainer, policy.vocab_size)
         after_engine.push_async_callback(sync.close)  # the workers hold its buffer until they end
         manager = await _connect(config, inputs, addresses, stack) if inputs else None
-        # The garbage collector need not look again and again at what stays until the end: for the
-        # modules alone that would stop all conversations for 0.2 s each time.
-        gc.freeze()
-        stack.callback(gc.unfreeze)
+        stack.enter_context(rare_collections())
         await stack.enter_async_context(_background(RANKS.watch()))
         stack.enter_context(RANKS.told())  # before anything is closed, which takes a while
         yield Run(

@@ -32,6 +32,7 @@ from typing import Any
 # Both survive what templates do to text (trim, tojson), and no tool can guess them.
 MARK = "mark" + secrets.token_hex(8)
 SPLIT = "split" + secrets.token_hex(8)
+DUMMY_ARGUMENTS = json.dumps({"value": MARK})
 
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
@@ -328,12 +329,11 @@ def has_tool_result(messages: Messages) -> bool:
 
 def dummy_turn(observation: Messages) -> dict[str, Any]:
     """An assistant turn that calls for this observation; the last that one reads in it is MARK."""
-    arguments = json.dumps({"value": MARK})
     calls = [
         {
             "id": m.get("tool_call_id") or f"call{i:05d}",
             "type": "function",
-            "function": {"name": m.get("name") or "tool", "arguments": arguments},
+            "function": {"name": m.get("name") or "tool", "arguments": DUMMY_ARGUMENTS},
         }
         for i, m in enumerate(m for m in observation if m["role"] == "tool")
     ]

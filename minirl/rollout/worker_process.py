@@ -5,7 +5,6 @@ loop and its own connections to the engines, and runs AgentLoopWorker unchanged.
 """
 
 import asyncio
-import gc
 import importlib
 import logging
 import os
@@ -25,7 +24,13 @@ from minirl.rollout.parts import load_parts, make_router
 from minirl.rollout.processes import end_with
 from minirl.rollout.server import ServerClient, ServerService
 from minirl.rollout.wire import to_wire
-from minirl.rollout.worker import LocalWorker, SampleRequest, WorkerStats, loop_lag
+from minirl.rollout.worker import (
+    LocalWorker,
+    SampleRequest,
+    WorkerStats,
+    loop_lag,
+    rare_collections,
+)
 from minirl.types import Trajectory
 from minirl.waits import WAITS
 
@@ -129,8 +134,7 @@ async def _serve(spec: WorkerSpec, news: News) -> None:
         worker = LocalWorker(loops, router, pace)
         stack.enter_context(WAITS.explained(config.rollout.stall_warning_s))
         lag = await stack.enter_async_context(loop_lag())
-        gc.freeze()  # see open_run
-        stack.callback(gc.unfreeze)
+        stack.enter_context(rare_collections())
         service = ServerService(ServedWorker(worker, lag, news), spec.address, METHODS)
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(service.serve())

@@ -1,5 +1,6 @@
 """A calculator: a parser of arithmetic expressions, exact, without `eval`."""
 
+import operator
 import re
 from collections.abc import Callable
 from decimal import ROUND_HALF_EVEN, Context, Decimal
@@ -43,7 +44,7 @@ class CalculatorTool(BaseTool):
         return ToolResponse(format_number(evaluate(parameters["expression"]))), 0.0, {}
 
 
-def evaluate(expression: str) -> Fraction:
+def evaluate(expression: str) -> "int | Fraction":
     """The exact value of an expression of numbers, `+ - * / // %`, signs and parentheses.
 
     Numbers are whole or decimal, with or without thousands separators (`1,200.50`). `//` rounds
@@ -59,7 +60,7 @@ def evaluate(expression: str) -> Fraction:
     return value
 
 
-def format_number(value: Fraction) -> str:
+def format_number(value: "int | Fraction") -> str:
     """A whole number in full, anything else as a decimal of 12 significant digits."""
     if value.denominator == 1:
         return str(value.numerator)
@@ -71,6 +72,8 @@ def format_number(value: Fraction) -> str:
 
 
 _TOKEN = re.compile(r"\s*(\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+\.?\d*|\.\d+|//|\*\*|\S)", re.ASCII)
+_NUMBER = re.compile(r"\.?\d", re.ASCII)
+Number = int | Fraction
 _ALIASES = {"×": "*", "·": "*", "÷": "/", "−": "-"}  # noqa: RUF001
 
 
@@ -82,7 +85,7 @@ class _Parser:
         self._next = -1
         self._advance()
 
-    def sum(self, depth: int) -> Fraction:
+    def sum(self, depth: int) -> Number:
         value = self._product(depth)
         while self.token in ("+", "-"):
             sign = 1 if self._take() == "+" else -1
@@ -95,17 +98,17 @@ class _Parser:
         place = self._matches[self._next].start(1) + 1
         return ToolError(f"cannot read {self.token!r} at character {place} of the expression")
 
-    def _product(self, depth: int) -> Fraction:
+    def _product(self, depth: int) -> Number:
         value = self._atom(depth)
         while self.token in _OPERATORS:
-            operator = _OPERATORS[self._take()]
+            calculate = _OPERATORS[self._take()]
             right = self._atom(depth)
-            if operator is not _multiply and right == 0:
+            if calculate is not operator.mul and right == 0:
                 raise ToolError("division by zero")
-            value = operator(value, right)
+            value = calculate(value, right)
         return value
 
-    def _atom(self, depth: int) -> Fraction:
+    def _atom(self, depth: int) -> Number:
         if depth > MAX_DEPTH:
             raise ToolError(f"the expression is nested deeper than {MAX_DEPTH} levels")
         if self.token in ("+", "-"):
@@ -118,9 +121,10 @@ class _Parser:
                 raise self.unexpected() if self.token else ToolError("a ')' is missing")
             self._take()
             return value
-        if self.token[:1].isdigit() or (self.token[:1] == "." and len(self.token) > 1):
-            return Fraction(self._take().replace(",", ""))
-        raise self.unexpected()
+        if not _NUMBER.match(self.token):
+            raise self.unexpected()
+        digits = self._take().replace(",", "")
+        return int(digits) if digits.isdigit() else Fraction(digits)
 
     def _take(self) -> str:
         token = self.token
@@ -133,13 +137,9 @@ class _Parser:
         self.token = _ALIASES.get(text, text)
 
 
-def _multiply(a: Fraction, b: Fraction) -> Fraction:
-    return a * b
-
-
-_OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
-    "*": _multiply,
-    "/": lambda a, b: a / b,
-    "//": lambda a, b: Fraction(a // b),
-    "%": lambda a, b: a % b,
+_OPERATORS: dict[str, Callable[[Number, Number], Number]] = {
+    "*": operator.mul,
+    "/": Fraction,
+    "//": operator.floordiv,
+    "%": operator.mod,
 }

@@ -9,9 +9,10 @@ import types
 import uuid
 import weakref
 from collections.abc import Coroutine, Generator, Mapping
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
+
+import msgspec
 
 from minirl.config import MultiTurnConfig
 from minirl.tools.base import BaseTool, ToolCall, ToolError, ToolResponse
@@ -31,12 +32,11 @@ LONG_TEXT = 16_384
 Status = Literal["ok", "unknown_tool", "malformed", "bad_arguments", "error", "timeout", "not_run"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
     status: Status
     text: str
     reward: float = 0.0
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = {}
     seconds: float = 0.0
     start: float | None = None
 
@@ -141,14 +141,7 @@ class ToolSession:
             text = truncate_text(*arguments)
         else:
             text = await asyncio.to_thread(truncate_text, *arguments)
-        return _Answer(
-            status=answer.status,
-            text=text,
-            reward=answer.reward,
-            metrics=answer.metrics,
-            seconds=seconds,
-            start=start,
-        )
+        return msgspec.structs.replace(answer, text=text, seconds=seconds, start=start)
 
     async def _run(self, call: ToolCall, refusal: str | None) -> _Answer:
         if refusal is not None:

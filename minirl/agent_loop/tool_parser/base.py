@@ -150,10 +150,11 @@ def make_call(name: str, arguments: dict[str, Any], text: str) -> ToolCall:
     if depth_exceeds(arguments, MAX_DEPTH):
         return ToolCall(text=text, problem=f"it is nested deeper than {MAX_DEPTH} levels")
     try:  # lone surrogates and overflowing numbers pass Python's decoder, but are no JSON
-        json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
+        written = _ENCODER.encode(arguments)
+        (name + written).encode()
     except ValueError:
         return ToolCall(text=text, problem="it holds a character or a number that JSON has not")
-    return ToolCall(name=name, arguments=arguments, text=json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(name=name, arguments=arguments, text=written)
 
 
 def depth_exceeds(value: Any, limit: int) -> bool:
@@ -171,3 +172,4 @@ def _reason(error: Exception) -> str:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
