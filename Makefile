@@ -1,4 +1,4 @@
-# make setup | test | demo | selftest | bench | check        (PYTHON=python3.12 picks another interpreter)
+# make setup | test | demo | selftest | chaos | bench | check     (PYTHON=python3.12 picks another interpreter)
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 BUILD := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip
 
-.PHONY: setup test demo selftest bench check clean
+.PHONY: setup test demo selftest chaos bench check clean
 
 setup: $(VENV)/.ready-$(BUILD)
 
@@ -31,6 +31,10 @@ demo: setup
 
 selftest: setup
 	$(BIN)/python -m minirl.selftest
+
+# Kills the demo's training fifty times; not part of `make test`.
+chaos: setup
+	$(BIN)/python -m benchmarks.chaos
 
 # At most 15 minutes on two idle cores; writes benchmarks/RESULTS.md.
 bench: setup

@@ -217,18 +217,16 @@ class Journal:
 
 
 class Journals:
-    """Those of a run, on rank 0; `keep` all, or those since the last checkpoint only.
+    """Those of a run, on rank 0: since the last checkpoint, or all with trainer.deterministic.
 
     `environment` is as in Header.
     """
 
-    def __init__(
-        self, folder: Path, config: Config, environment: dict[str, str], *, keep: bool
-    ) -> None:
-        self.folder = folder
+    def __init__(self, config: Config, environment: dict[str, str]) -> None:
+        self.folder = config.trainer.run_dir / "journal"
         self._config, self._files = config_digest(config), files_digest(config)
         self._environment = environment
-        self._keep = keep
+        self._keep = config.trainer.deterministic
         self._open: Journal | None = None
 
     def __enter__(self) -> Self:

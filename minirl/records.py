@@ -1,7 +1,7 @@
 """What rank 0 shows and keeps of a run: trackers, display, trajectories."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from types import TracebackType
@@ -11,7 +11,8 @@ from minirl.config import Config, to_yaml
 from minirl.display import Display
 from minirl.tracing import TokenValues, Traces
 from minirl.tracking import Tracking, read_metrics
-from minirl.types import Trajectory
+from minirl.trainer import packing
+from minirl.types import MicroBatch, Trajectory
 
 
 class Records:
@@ -94,8 +95,25 @@ class Records:
             self._traces.write, step, split, trajectories, step_start, token_values
         )
 
-    async def write_all(
-        self, step: int, split: str, trajectories: Sequence[Trajectory], step_start: float
+    async def write_step(
+        self,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        batch: MicroBatch,
+        members: Sequence[Trajectory],
+        *,
+        bad: Iterable[int],
+        step_start: float,
     ) -> None:
-        """Keep every one of them, in the file only, whatever rollout.trace says."""
-        await asyncio.to_thread(self._traces.writer.write, step, split, trajectories, step_start)
+        """Those of a training step, with what `batch` knows of its `members`; the `bad` sequences
+        of it all, in the file only, whatever rollout.trace says."""
+        places = {id(trajectory): index for index, trajectory in enumerate(members)}
+
+        def token_values(trajectory: Trajectory) -> dict[str, list[float]]:
+            index = places.get(id(trajectory))  # None: it does not train
+            return {} if index is None else packing.response_values(batch, index)
+
+        await self.write(step, "train", trajectories, step_start, token_values)
+        if broken := [members[index] for index in sorted(bad)]:
+            write = self._traces.writer.write
+            await asyncio.to_thread(write, step, "bad", broken, step_start)

@@ -280,7 +280,14 @@ class Steps:
             shown = {k: v for k, v in values.items() if k.startswith(("actor/", "critic/"))}
             self._journal.end(Outcome(parameters=self._parameters, metrics=shown))
         if self._records:
-            await self._keep_trajectories(self._records, batch)
+            await self._records.write_step(
+                self.number,
+                self.trajectories,
+                batch,
+                [t for group in self._groups for t in group.trajectories],
+                bad=self._bad_sequences,
+                step_start=self._started,
+            )
 
     async def finish(self) -> None:
         """Log the step. Raises BadStepsError, with a checkpoint, after too many bad ones."""
@@ -379,19 +386,6 @@ class Steps:
         performance = step_performance(run.policy, batch, run.world, phases, epochs)
         self._metrics.update(performance, reduce="last")
 
-    async def _keep_trajectories(self, records: Records, batch: MicroBatch) -> None:
-        members = [t for group in self._groups for t in group.trajectories]
-        places = {id(trajectory): index for index, trajectory in enumerate(members)}
-
-        def token_values(trajectory: Trajectory) -> dict[str, list[float]]:
-            index = places.get(id(trajectory))  # None: it does not train
-            return {} if index is None else packing.response_values(batch, index)
-
-        start = self._started
-        await records.write(self.number, "train", self.trajectories, start, token_values)
-        if bad := [members[index] for index in sorted(self._bad_sequences)]:
-            await records.write_all(self.number, "bad", bad, start)
-
     def _numbers(self) -> dict[str, float]:
         """All that is known of the step now, and how long it has taken."""
         seconds, metrics = time.perf_counter() - self._started, self._metrics.result()
@@ -409,12 +403,7 @@ class Steps:
         trainer = self._config.trainer
         if trainer.save_freq == -1 and not trainer.deterministic:
             return resumed
-        journals = Journals(
-            trainer.run_dir / "journal",
-            self._config,
-            environment(self._run.world),
-            keep=trainer.deterministic,
-        )
+        journals = Journals(self._config, environment(self._run.world))
         self._journals = self._stack.enter_context(journals)
         if resumed is not None:
             return resumed

@@ -113,9 +113,9 @@ def live(config: Config, death: str | None) -> None:
 
 
 def one_life(forkserver: ForkServerContext, config: Config, death: str | None) -> None:
-    process = forkserver.Process(target=live, args=(config, death))
+    process = forkserver.Process(target=live, args=(config, death), daemon=True)
     process.start()
-    process.join()
+    process.join(900)
     assert process.exitcode == (-signal.SIGKILL if death else 0), death
 
 
