@@ -227,7 +227,8 @@ class Steps:
         """Record the step. Raises BadStepsError, with a checkpoint, after too many bad ones, and
         CheckpointError when one could not be written."""
         assert self._run.checkpoints is not None
-        if (seconds := self._run.checkpoints.poll()) is not None:
+        seconds = self._run.checkpoints.poll()
+        if self._config.trainer.save_freq > 0:
             self._metrics.add("checkpoint/write_s", seconds, reduce="last")
         self._bad_steps_in_a_row = self._bad_steps_in_a_row + 1 if self._bad_sequences else 0
         if self._records:

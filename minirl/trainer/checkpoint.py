@@ -89,6 +89,7 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo", timeout=wait_s) if background else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[float] | None = None
+        self._seconds = 0.0
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=world.device.type == "cuda",
@@ -128,22 +129,26 @@ class Checkpoints:
         """Return when nothing is being written. Raises CheckpointError."""
         if self._writing:
             wait([self._writing])
-            self._writing.result()
+            self._collect(self._writing)
 
-    def poll(self) -> float | None:
-        """Seconds that the write took which has ended since the last call. Raises CheckpointError.
+    def poll(self) -> float:
+        """Seconds that writes took which have ended since the last call. Raises CheckpointError.
 
         Does not wait.
         """
-        if self._writing is None or not self._writing.done():
-            return None
-        seconds, self._writing = self._writing.result(), None
+        if self._writing and self._writing.done():
+            self._collect(self._writing)
+        seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def close(self, timeout_s: float) -> None:
         """Let a write that has begun go on for so many seconds, however the run ends."""
         if self._writing:
             wait([self._writing], timeout_s)
+
+    def _collect(self, writing: Future[float]) -> None:
+        self._seconds += writing.result()  # what failed stays, and fails again
+        self._writing = None
 
     def _final(self, step: int) -> Path:
         return self.directory / f"step_{step:06d}"
