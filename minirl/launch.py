@@ -46,8 +46,8 @@ class TrainerThread:
         """Run `function(*args, **kwargs)` there; the event loop goes on meanwhile."""
         loop, name = asyncio.get_running_loop(), getattr(function, "__qualname__", str(function))
         with WAITS.on(f"the trainer's {name}", logging.INFO):
-            work = partial(copy_context().run, RANKS.run, name, function, *args, **kwargs)
-            return await loop.run_in_executor(self._executor, work)
+            work = partial(RANKS.run, name, function, *args, **kwargs)
+            return await loop.run_in_executor(self._executor, copy_context().run, work)
 
 
 class SocketFolder:

@@ -9,12 +9,13 @@ import json
 import mmap
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,6 +71,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self._place = Place(rank=0, pid=os.getpid(), since=time.monotonic())
+        self._lock = threading.Lock()
         self._size = 1
         self._slots: mmap.mmap | None = None
         self.timeout_s = float("inf")
@@ -77,6 +79,8 @@ class Ranks:
     def join(self, rank: int, size: int, timeout_s: float, broadcast: Callable[[str], str]) -> None:
         """Map the file that rank 0 makes; `broadcast(text)` gives every rank rank 0's text, and
         `timeout_s` is trainer.collective_timeout_s. Every rank calls it."""
+        if size == 1:
+            return
         descriptor, path = tempfile.mkstemp(prefix="minirl-") if rank == 0 else (-1, "")
         if rank == 0:
             os.truncate(descriptor, size * SLOT_BYTES)
@@ -86,29 +90,29 @@ class Ranks:
         self._slots = mmap.mmap(descriptor, size * SLOT_BYTES)
         os.close(descriptor)
         self._size, self.timeout_s = size, timeout_s
-        self._set(Place(rank=rank, pid=os.getpid(), since=time.monotonic()))
-        broadcast("")  # all have opened it
-        broadcast("")  # and rank 0 knows
+        self._update(rank=rank, pid=os.getpid(), since=time.monotonic())
+        broadcast("")  # when it returns all have opened the file
         if rank == 0:
             os.unlink(path)
 
     def leave(self) -> None:
         """There are no others any more."""
         self._slots, self._size, self.timeout_s = None, 1, float("inf")
+        self._update(rank=0, state="running", phase="the start", operation="", words="")
 
     def phase(self, name: str) -> None:
         """From now on this rank is in `name`."""
-        self._set(replace(self._place, phase=name, since=time.monotonic()))
+        self._update(phase=name, since=time.monotonic())
 
     @contextmanager
     def operation(self, name: str) -> Iterator[None]:
         """This rank is in `name` inside."""
         outer = self._place.operation
-        self._set(replace(self._place, operation=name, since=time.monotonic()))
+        self._update(operation=name, since=time.monotonic())
         try:
             yield
         finally:
-            self._set(replace(self._place, operation=outer))
+            self._update(operation=outer)
 
     def run(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """`function(*args, **kwargs)`, an operation of the trainer. Where it fails because another
@@ -135,17 +139,16 @@ class Ranks:
             raise
         finally:
             if self._place.state == "running":
-                self._set(replace(self._place, state="ending"))
+                self._update(state="ending")
 
     def failed(self, error: Exception) -> None:
         """This rank fails of itself; the first reason counts."""
-        if self._place.state == "running" and not isinstance(
-            error, RankFailedError | RankLostError
-        ):
+        because_of_another = isinstance(error, RankFailedError | RankLostError)
+        if self._place.state == "running" and not because_of_another:
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
             words = f"rank {self._place.rank}: {type(error).__name__}: {error}"[:MAX_WORDS]
-            self._set(replace(self._place, state="failed", words=words))
+            self._update(state="failed", words=words)
 
     async def watch(self) -> None:
         """RankLostError when a rank is gone without a word, or stopped for longer than
@@ -174,13 +177,14 @@ class Ranks:
         here = (self._place.phase, self._place.operation)
         elsewhere = [place for place in others if (place.phase, place.operation) != here]
         lost = [place for place in others if place.process != "runs" or place.state == "ending"]
+        remedy = ""
         if not lost and waited_s >= self.timeout_s:
-            lost = elsewhere or others
+            lost, remedy = elsewhere or others, "; where that may take so long, raise the limit"
         if lost:
             reason = str(error).splitlines()[0]
             raise RankLostError(
                 f"waited in {self._place.phase} ({self._place.operation}) {self._limit} for "
-                f"{'; '.join(map(str, lost))}: {reason}"
+                f"{'; '.join(map(str, lost))}{remedy}: {reason}"
             ) from error
 
     def _others(self) -> list[Place]:
@@ -191,12 +195,14 @@ class Ranks:
         start = rank * SLOT_BYTES
         return Place(**json.loads(self._slots[start : start + SLOT_BYTES].rstrip(b"\0")))
 
-    def _set(self, place: Place) -> None:
-        self._place = place
-        if self._slots is not None:
-            start = place.rank * SLOT_BYTES
-            text = json.dumps(asdict(place)).encode()
-            self._slots[start : start + SLOT_BYTES] = text.ljust(SLOT_BYTES, b"\0")
+    def _update(self, **changes: Any) -> None:
+        """Of this rank's place; the event loop and the trainer's thread both do."""
+        with self._lock:
+            self._place = replace(self._place, **changes)
+            if self._slots is not None:
+                start = self._place.rank * SLOT_BYTES
+                text = json.dumps(asdict(self._place)).encode()
+                self._slots[start : start + SLOT_BYTES] = text.ljust(SLOT_BYTES, b"\0")
 
 
 RANKS = Ranks()

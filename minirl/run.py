@@ -112,15 +112,15 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
         checkpoints = await on_trainer(_open_checkpoints, config, world) if training else None
         if checkpoints:
             stack.push_async_callback(asyncio.to_thread, checkpoints.close, SAVE_GRACE_S)
+        parts = [RANKS.watch()]
         if server:
             service = ServerService(server, addresses[world.group])
-            watching = _watch(server, config.rollout.engine_timeout_s)
-            await stack.enter_async_context(_background(service.serve(), watching))
+            parts += [service.serve(), _watch(server, config.rollout.engine_timeout_s)]
+        await stack.enter_async_context(_background(*parts))
         sync = WeightSync(config, world, server, on_trainer, policy.vocab_size)
         after_engine.push_async_callback(sync.close)  # the workers hold its buffer until they end
         manager = await _connect(config, inputs, addresses, stack) if inputs else None
         stack.enter_context(rare_collections())
-        await stack.enter_async_context(_background(RANKS.watch()))
         stack.enter_context(RANKS.told())  # before anything is closed, which takes a while
         yield Run(
             config=config,
@@ -193,9 +193,9 @@ async def _connect(
         await stack.enter_async_context(ServerClient(address, f"engine {index}"))
         for index, address in enumerate(addresses)
     ]
-    others = clients[1:]  # the first is in this process
-    watching = (_watch_from_afar(client, config.rollout.engine_timeout_s) for client in others)
-    await stack.enter_async_context(_background(*watching))
+    if others := clients[1:]:  # the first is in this process
+        watching = (_watch_from_afar(client, config.rollout.engine_timeout_s) for client in others)
+        await stack.enter_async_context(_background(*watching))
     workers: Workers
     if config.rollout.agent.num_workers:
         assert SOCKETS.path is not None

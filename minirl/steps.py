@@ -268,7 +268,8 @@ class Steps:
         repeats the step, or has them to log.
         """
         assert self._run.checkpoints is not None
-        if (seconds := self._run.checkpoints.poll()) is not None:
+        seconds = self._run.checkpoints.poll()
+        if self._config.trainer.save_freq > 0:
             self._metrics.add("checkpoint/write_s", seconds, reduce="last")
         self._bad_steps_in_a_row = self._bad_steps_in_a_row + 1 if self._bad_sequences else 0
         await self._hash_parameters()

@@ -22,7 +22,6 @@ from minirl.config import Config, load_config
 from minirl.distributed import Dist, distributed
 from minirl.launch import TrainerThread
 from minirl.ranks import RANKS, Place
-from minirl.trainer.checkpoint import CheckpointError, Checkpoints, load
 
 SECONDS = 1.0
 """trainer.collective_timeout_s where a rank is to miss it, once both are where they should be."""
@@ -100,6 +99,9 @@ async def stops_while_nobody_waits(world: Dist, folder: Path) -> None:
 
 async def cannot_write(world: Dist, folder: Path) -> None:
     """Rank 1 finds no room for its part; both say so, and what was there is good."""
+    # Here, since the other scenarios do without what this imports.
+    from minirl.trainer.checkpoint import CheckpointError, Checkpoints, load
+
     parts = {"actor": Trained(7.0)}
     checkpoints = Checkpoints(folder / "checkpoints", world)
     checkpoints.save(7, parts, {})

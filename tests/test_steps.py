@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from minirl.rollout.manager import TooManyFailuresError
 from minirl.steps import Steps
 from minirl.tracking import read_metrics
 from minirl.train import train
+from minirl.trainer import checkpoint_folder
+from minirl.trainer.checkpoint import CheckpointError
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -59,6 +62,50 @@ async def test_a_run_from_rows_to_weights(project: Path) -> None:
     assert len(trajectories_of(config, 3, "val")) == 12
     saved = sorted(p.name for p in (config.trainer.run_dir / "checkpoints").glob("step_*"))
     assert saved == ["step_000002", "step_000003"]
+    assert sum(row.get("checkpoint/write_s", 0) > 0 for row in rows) in (1, 2)  # 3 may tell of 2
+
+
+async def test_a_write_that_fails_ends_the_run(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before it is where the run goes on."""
+    config = make_config(
+        project, "no_room", "trainer.save_freq=1", "trainer.total_training_steps=50"
+    )
+    publish = checkpoint_folder.publish
+
+    def publish_one(partial: Path, final: Path) -> None:
+        if final.name != "step_000001":
+            raise OSError(28, "No space left on device")
+        publish(partial, final)
+
+    monkeypatch.setattr(checkpoint_folder, "publish", publish_one)
+    with pytest.raises(ExceptionGroup) as caught:
+        await run_training(config)
+    assert caught.group_contains(CheckpointError, match=r"No space left .*/step_000001\)")
+    steps = [row["step"] for row in read_metrics(config.trainer.run_dir)]
+    assert steps in ([0, 1], [0, 1, 2])  # whether the write had failed by the end of step 2
+    monkeypatch.undo()
+    resumed = replace(config, trainer=replace(config.trainer, total_training_steps=2))
+    assert [row["step"] for row in await run_training(resumed)] == [0, 1, 2]
+
+
+async def test_starting_anew_keeps_the_checkpoints_of_before(
+    project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ("anew", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=1")
+    await run_training(make_config(project, *options, "trainer.total_training_steps=2"))
+    config = make_config(
+        project, *options, "trainer.total_training_steps=1", "trainer.resume_mode=disable"
+    )
+    rows = await run_training(config)
+    assert [row["step"] for row in rows] == [0, 1]
+    aside = config.trainer.run_dir / "checkpoints.1"
+    assert (
+        f"warning: the checkpoints of an earlier run are now in {aside}" in capfd.readouterr().err
+    )
+    left = sorted(path.parent.name + path.name for path in aside.parent.glob("check*/step_*"))
+    assert left == ["checkpoints.1step_000002", "checkpointsstep_000001"]
 
 
 async def test_the_engine_sleeps_and_is_given_every_version(project: Path) -> None:

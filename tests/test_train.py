@@ -200,9 +200,11 @@ def test_recorded_trajectories_mark_what_the_policy_sampled(undisturbed: Trainin
         assert set(t["weight_versions"]) == {1}  # synced after step 1
 
 
-def kill_engine(training: Training, processes: list[psutil.Process]) -> None:
+def kill_engine(
+    training: Training, processes: list[psutil.Process], number: int = signal.SIGKILL
+) -> None:
     [engine] = [p for p in processes if "EngineCore" in "".join(p.cmdline())]
-    engine.kill()
+    engine.send_signal(number)
 
 
 def test_a_run_resumes_where_sigterm_ended_it_and_killed_it_leaves_no_engine(
@@ -260,6 +262,16 @@ def test_one_engine_over_two_ranks_then_a_killed_engine(project: Path) -> None:
     kill_engine(training, processes)
     printed = training.leaves_nothing(processes)
     assert len(reasons(printed)) == 1 and "vLLM engine died" in reasons(printed)[0]
+
+
+def test_an_engine_that_is_stopped_ends_the_run_and_ends_with_it(project: Path) -> None:
+    training = Training(
+        project, "stopped", "trainer.total_training_steps=1000", "rollout.engine_timeout_s=15"
+    )
+    processes = training.wait_for_step(1)
+    kill_engine(training, processes, signal.SIGSTOP)
+    printed = training.leaves_nothing(processes)
+    assert len(reasons(printed)) == 1 and "15 s (rollout.engine_timeout_s)" in reasons(printed)[0]
 
 
 def test_an_exception_on_rank_1_ends_every_rank(project: Path) -> None:

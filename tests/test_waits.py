@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from minirl.launch import TrainerThread
-from minirl.waits import CONVERSATION, Waits
+from minirl.waits import CONVERSATION, Waits, within
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
@@ -72,6 +72,23 @@ async def test_a_wait_that_fails_has_ended() -> None:
             raise LookupError
     except LookupError:
         assert told(waits) == ""
+
+
+async def test_within_a_time() -> None:
+    async def answer() -> int:
+        return 3
+
+    assert await within(100, answer()) == 3
+    never = asyncio.Event()
+    with pytest.raises(TimeoutError):
+        await within(0.01, never.wait())
+    with pytest.raises(LookupError):
+        await within(100, _fail())
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def _fail() -> None:
+    raise LookupError
 
 
 async def test_long_waits_are_logged_while_they_last(caplog: pytest.LogCaptureFixture) -> None:

@@ -49,7 +49,8 @@ class TrainerConfig:
     logger: list[str] = field(default_factory=lambda: ["jsonl", "tensorboard"])
     """Trackers, by registered name: jsonl, tensorboard, wandb, mlflow, swanlab, console."""
     collective_timeout_s: float = 1800.0
-    """Seconds after which a rank that does not answer ends the run."""
+    """Seconds after which a rank that does not come to where the others wait ends the run, and is
+    named with the phase that it was in."""
 
     def __post_init__(self) -> None:
         positive("trainer", self, "total_epochs", "total_training_steps", "max_ckpt_to_keep")

@@ -7,9 +7,7 @@ under another name, synced to disk and renamed, so a folder with the right name 
 files have checksums. See checkpoint_folder.py for what lies where.
 """
 
-import base64
 import json
-import random
 import shutil
 import time
 import warnings
@@ -20,8 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -41,6 +37,7 @@ from minirl.config import ConfigError
 from minirl.distributed import Dist
 from minirl.trainer import checkpoint_folder as folder
 from minirl.trainer.checkpoint_folder import complete, latest
+from minirl.trainer.random_state import random_state, set_random_state
 
 __all__ = ["CheckpointError", "Checkpoints", "Part", "complete", "latest", "load", "load_weights"]
 
@@ -99,6 +96,7 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo", timeout=wait_s) if background else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[float] | None = None
+        self._seconds = 0.0
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=world.device.type == "cuda",
@@ -136,7 +134,7 @@ class Checkpoints:
             "num_updates": {name: part.num_steps for name, part in parts.items()},
             "extra": extra,
         }
-        numbers = _random_state(self._world.device)
+        numbers = random_state(self._world.device)
         # as text, since `extra` may change while the thread writes
         work = self._thread.submit(self._write, step, state, json.dumps(meta), json.dumps(numbers))
         self._writing = work
@@ -145,22 +143,26 @@ class Checkpoints:
         """Return when nothing is being written. Raises CheckpointError."""
         if self._writing:
             wait([self._writing])
-            self._writing.result()
+            self._collect(self._writing)
 
-    def poll(self) -> float | None:
-        """Seconds that the write took which has ended since the last call. Raises CheckpointError.
+    def poll(self) -> float:
+        """Seconds that writes took which have ended since the last call. Raises CheckpointError.
 
         Does not wait.
         """
-        if self._writing is None or not self._writing.done():
-            return None
-        seconds, self._writing = self._writing.result(), None
+        if self._writing and self._writing.done():
+            self._collect(self._writing)
+        seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def close(self, timeout_s: float) -> None:
         """Let a write that has begun go on for so many seconds, however the run ends."""
         if self._writing:
             wait([self._writing], timeout_s)
+
+    def _collect(self, writing: Future[float]) -> None:
+        self._seconds += writing.result()  # what failed stays, and fails again
+        self._writing = None
 
     def _final(self, step: int) -> Path:
         return self.directory / f"step_{step:06d}"
@@ -268,9 +270,9 @@ def load(path: Path, parts: Mapping[str, Part], world: Dist) -> dict[str, Any]:
                 options=TRAINED,
             )
             part.num_steps = meta["num_updates"][name]
-    random_state = path / f"rng_{world.rank}.json"
-    if random_state.is_file():
-        _set_random_state(json.loads(random_state.read_text()), world.device)
+    numbers = path / f"rng_{world.rank}.json"
+    if numbers.is_file():
+        set_random_state(json.loads(numbers.read_text()), world.device)
     return {"step": meta["step"]} | meta["extra"]
 
 
@@ -341,36 +343,6 @@ def _check_same_model(path: Path, part: str, saved: dict[str, Any] | None, here:
         f"and {here.get(name, 'not there')} in {'critic' if part == 'critic' else 'model'}.path; "
         f"name the model that the run began with, or {restart}"
     )
-
-
-def _random_state(device: torch.device) -> dict[str, Any]:
-    version, words, gauss = random.getstate()
-    name, keys, *more = np.random.get_state(legacy=True)
-    state = {
-        "python": [version, list(words), gauss],
-        "numpy": [name, keys.tolist(), *more],  # type: ignore[union-attr]  # legacy: an array
-        "torch": _to_text(torch.get_rng_state()),
-    }
-    if device.type == "cuda":
-        state["cuda"] = _to_text(torch.cuda.get_rng_state(device))
-    return state
-
-
-def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    np.random.set_state(tuple(state["numpy"]))
-    torch.set_rng_state(_from_text(state["torch"]))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(_from_text(state["cuda"]), device)
-
-
-def _to_text(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _from_text(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def _first_line(error: BaseException) -> str:

@@ -272,6 +272,32 @@ async def in_the_middle(
     assert [comparable(t) for t in trajectories] == [comparable(t) for t in expected]
 
 
+async def test_a_stopped_worker_is_replaced(
+    project: Path,
+    rolled_out: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also one that does not notice that it is to end."""
+    monkeypatch.setattr(worker_pool, "MAX_DEATHS", 99)  # a busy machine may stop some, too
+    monkeypatch.setattr(worker_pool, "CLOSE_S", 0.5)
+    async with open_rollout(project, 2, "rollout.agent.worker_timeout_s=4") as rollout:
+        rollout.engine.hold = asyncio.Event()
+        running = asyncio.create_task(rollout.manager.generate_sequences(ROWS, step=3))
+        await eventually(lambda: rollout.engine.num_running == 10)
+        kill(rollout, 0, signal.SIGSTOP)
+        await eventually(lambda: "worker 0 was killed by SIGKILL; it is started" in caplog.text)
+        said = "agent-loop worker 0 has not answered for 4 s (rollout.agent.worker_timeout_s) and"
+        assert said in caplog.text
+        rollout.engine.hold.set()
+        trajectories = await running
+        expected = rolled_out[0][0]
+        assert [comparable(t) for t in trajectories] == [comparable(t) for t in expected]
+        await rollout.pool.ready()
+        kill(rollout, 1, signal.SIGSTOP)
+    assert processes(str(project)) == []
+
+
 async def cancellation(rollout: Rollout) -> None:
     """It reaches the engine through the worker."""
     rollout.engine.hold = asyncio.Event()
@@ -284,9 +310,9 @@ async def cancellation(rollout: Rollout) -> None:
     await eventually(lambda: len(rollout.engine.aborted) == 10)
 
 
-def kill(rollout: Rollout, index: int) -> None:
+def kill(rollout: Rollout, index: int, number: int = signal.SIGKILL) -> None:
     [pid] = processes(str(rollout.pool.slots[index].log_file))
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, number)
 
 
 async def test_a_worker_that_cannot_start_says_why(project: Path) -> None:

@@ -182,7 +182,14 @@ async def test_a_server_is_replaced_when_it_dies_unseen_or_hangs_as_a_whole(
     assert int(await execute(tools, "pid")) == second
     await try_for_a_moment("stall")
     await lost(second)
+    third = int(await execute(tools, "pid"))
+    os.kill(third, signal.SIGSTOP)
+    await try_for_a_moment("pid")
+    await lost(third)
+    fourth = int(await execute(tools, "pid"))
+    os.kill(fourth, signal.SIGSTOP)
     await close(tools)
+    assert not psutil.pid_exists(fourth)
 
 
 async def test_a_call_has_a_deadline_of_its_own(url, listings):

@@ -11,6 +11,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -215,6 +216,20 @@ async def test_a_cancelled_call_leaves_no_process(tool):
     with pytest.raises(asyncio.CancelledError):
         await running
     assert alive(marker) == []
+
+
+async def test_processes_that_are_stopped_end_with_their_call(tool):
+    marker = f"stopped-{uuid.uuid4().hex}"
+    code = daemon(marker, "import signal\nos.kill(os.getpid(), signal.SIGSTOP)")
+    running = asyncio.create_task(run(tool, code))
+    await until(lambda: alive(marker))
+    children = psutil.Process().children()
+    [supervisor] = [p for p in children if "sandbox_launcher" in " ".join(p.cmdline())]
+    supervisor.suspend()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert alive(marker) == [] and not supervisor.is_running()
 
 
 async def test_a_program_that_attacks_its_parent_takes_nothing_with_it(tool):

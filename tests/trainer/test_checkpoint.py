@@ -103,14 +103,14 @@ def test_the_training_goes_on_while_a_checkpoint_is_written(config, world, tmp_p
     extra["data"]["row"] = 8
     step(trainer, 2)
     assert not any(map(torch.equal, trainer.model.parameters(), expected))
-    assert checkpoint.latest(tmp_path) is None and checkpoints.poll() is None
+    assert checkpoint.latest(tmp_path) is None and checkpoints.poll() == 0
     second = threading.Thread(target=checkpoints.save, args=(2, trained_parts(trainer, None), {}))
     second.start()  # which waits for the first
     assert [path.name for path in tmp_path.iterdir()] == [".step_000001.partial"]
     writes.set()
     second.join()
     checkpoints.wait()
-    assert checkpoints.poll() > 0 and checkpoints.poll() is None
+    assert checkpoints.poll() > 0 and checkpoints.poll() == 0
     assert [number for number, _ in checkpoint.complete(tmp_path)] == [1, 2]
     resumed = PolicyTrainer(config, world)
     assert resumed.load(tmp_path / "step_000001") == {"step": 1, "data": {"row": 4}}
