@@ -30,8 +30,8 @@ class WeightBuckets:
     under the first name (`model.embed_tokens.weight`; no `lm_head.weight`), an adapter merged into
     what it adapts. One all-gather per bucket.
 
-    The tensors are views of buffers that the next bucket overwrites. The buffers are kept between
-    iterations; `release` frees them.
+    The tensors are views of buffers that the next bucket overwrites. On a CPU the buffers are kept
+    between iterations.
     """
 
     def __init__(
@@ -57,10 +57,8 @@ class WeightBuckets:
             for bucket in self._plan:
                 full = self._full(bucket)
                 yield full if self._scaling is None else lora.merged(full, self._scaling)
-
-    def release(self) -> None:
-        """Free the buffers; the next iteration makes new ones."""
-        self._buffers.clear()
+        if any(buffer.is_cuda for buffer in self._buffers.values()):
+            self._buffers.clear()  # the engine's turn
 
     def _full(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
         if isinstance(bucket[0][1], DTensor):

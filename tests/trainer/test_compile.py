@@ -35,14 +35,14 @@ def test_the_same_updates_and_no_graph_for_other_lengths(folder, monkeypatch):
         results[on] = []
         with alone(config) as world:
             trainer = PolicyTrainer(config, world)
-            for seed in range(3):
+            for seed in range(2):
                 batch = make_batch(seed=seed)
                 old = trainer.compute_logprobs(batch)
                 batch.old_logprobs = old - 0.1 * batch.response_mask
                 results[on].append((old, trainer.update(batch)))
                 graphs.append(num_graphs())
-    assert graphs[:3] == [0, 0, 0] and graphs[3] > 0
-    assert graphs[4] == graphs[5] == graphs[3], "other lengths were compiled anew"
+    assert graphs[:2] == [0, 0] and graphs[2] > 0
+    assert graphs[3] == graphs[2], "other lengths were compiled anew"
     for (old, metrics), (their_old, their_metrics) in zip(*results.values(), strict=True):
         torch.testing.assert_close(their_old, old, atol=1e-4, rtol=1e-4)
         assert their_metrics == pytest.approx(metrics, rel=1e-3, abs=1e-5)
