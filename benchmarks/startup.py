@@ -76,7 +76,8 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     load, engine, train = start_load(), list[float](), list[float]()
-    engine_alone(arguments.config)  # warms the file cache
+    engine_alone(arguments.config)  # warms the file cache, as does the next
+    first_step(arguments.config)
     for _ in range(arguments.repetitions):
         engine.append(engine_alone(arguments.config))
         train.append(first_step(arguments.config))

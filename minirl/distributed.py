@@ -203,10 +203,10 @@ def distributed(config: Config) -> Iterator[Dist]:
     """
     world = place(config, os.environ)
     torch.set_num_threads(num_threads(world.world_size))
-    if int(os.environ.get("LOCAL_WORLD_SIZE", world.world_size)) < world.world_size:
+    several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", world.world_size)) < world.world_size
+    if several_nodes and "GLOO_SOCKET_IFNAME" not in os.environ:
         # Else gloo takes that of the host's name, which nodes on one machine share.
-        interface = interface_towards(os.environ["MASTER_ADDR"])
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_towards(os.environ["MASTER_ADDR"])
     cuda = world.device.type == "cuda"
     if cuda:
         torch.cuda.set_device(world.device)

@@ -1,6 +1,7 @@
 """Everything long-lived of a run, opened and closed in order; train.py and evaluate.py use it."""
 
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -86,6 +87,7 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
     on_trainer = TrainerThread()
     async with AsyncExitStack() as stack:
         stack.enter_context(deterministic(config.trainer.deterministic))
+        stack.enter_context(rare_collections())
         world = stack.enter_context(distributed(config))
         if world.device.type == "cuda":
             await on_trainer(torch.cuda.set_device, world.device)  # each thread has its own
@@ -120,7 +122,7 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
         sync = WeightSync(config, world, server, on_trainer, policy.vocab_size)
         after_engine.push_async_callback(sync.close)  # the workers hold its buffer until they end
         manager = await _connect(config, inputs, addresses, stack) if inputs else None
-        stack.enter_context(rare_collections())
+        gc.freeze()  # what has come since stays as long
         stack.enter_context(RANKS.told())  # before anything is closed, which takes a while
         yield Run(
             config=config,

@@ -118,7 +118,7 @@ class Training:
 
     def wait_for_step(self, step: int) -> list[psutil.Process]:
         """Its processes, once `step` is recorded."""
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 600
         while not (self.run_dir / "metrics.jsonl").exists() or self.steps()[-1:] < [step]:
             assert self.process.poll() is None, self.process.communicate()[0]
             assert time.monotonic() < deadline, "no progress"
