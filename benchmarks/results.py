@@ -71,8 +71,6 @@ def provenance(load: float) -> str:
     """A line that says how a section came about; `load` is start_load()'s."""
     spec = sys.modules["__main__"].__spec__
     command = ["python", "-m", spec.name if spec else sys.argv[0], *sys.argv[1:]]
-    if spec and spec.name.endswith(".__main__"):
-        command[2] = spec.parent or spec.name
     return (
         f"`{shlex.join(word for word in command if word != '--record')}`, "
         f"{datetime.date.today()}, load average {load:.1f} at its start; "

@@ -61,14 +61,17 @@ async def _measure(
     ]
     async with open_manager(make_config(folder, *settings), [address]) as manager:
         await manager.generate_sequences(make_rows(8), step=0)
-        return [await _cost(manager, size, engine) for size in sizes]
+        workers = psutil.Process().children(recursive=True) if num_workers else []
+        return [await _cost(manager, size, workers, engine) for size in sizes]
 
 
-async def _cost(manager: AgentLoopManager, size: int, engine: psutil.Process) -> Costs:
-    rows, before, began = make_rows(size // 8), _cpu(engine), time.perf_counter()
+async def _cost(
+    manager: AgentLoopManager, size: int, workers: list[psutil.Process], engine: psutil.Process
+) -> Costs:
+    rows, before, began = make_rows(size // 8), _cpu(workers, engine), time.perf_counter()
     trajectories = await manager.generate_sequences(rows, step=size)
     wall = time.perf_counter() - began
-    spent = [after - first for first, after in zip(before, _cpu(engine), strict=True)]
+    spent = [after - first for first, after in zip(before, _cpu(workers, engine), strict=True)]
     assert all(t.reward for t in trajectories)
     return {
         figure: seconds / len(trajectories) * 1e3
@@ -76,10 +79,9 @@ async def _cost(manager: AgentLoopManager, size: int, engine: psutil.Process) ->
     }
 
 
-def _cpu(engine: psutil.Process) -> list[float]:
-    """CPU seconds so far: this process, its children (the workers), the engine."""
-    children = psutil.Process().children(recursive=True)
-    return [time.process_time(), sum(map(spent_s, children)), spent_s(engine)]
+def _cpu(workers: list[psutil.Process], engine: psutil.Process) -> list[float]:
+    """CPU seconds so far: this process, the workers, the engine."""
+    return [time.process_time(), sum(map(spent_s, workers)), spent_s(engine)]
 
 
 def run(sizes: Sequence[int], workers: Sequence[int], repetitions: int) -> dict[str, Any]:

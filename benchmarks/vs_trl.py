@@ -19,7 +19,8 @@ trajectories are written to the run directory. TRL is `GRPOTrainer(tools=[...])`
 tool and its own loop: transformers' `generate` samples one turn of all conversations that go on,
 then it awaits the calls of one conversation after the other, then the next turn; samples count as
 on-policy, so it computes no old log-probabilities; the update pads. It writes nothing but its log.
-TRL can sample with vLLM, too, but only on a GPU, and calls tools in the same way then.
+Its other ways to sample (`use_vllm`, continuous batching), which are off by default, call tools in
+the same loop; its experimental AsyncGRPOTrainer, which needs a vLLM server, is another trainer.
 """
 
 import argparse

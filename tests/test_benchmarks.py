@@ -1,13 +1,17 @@
 """The benchmarks run, on small numbers, and what they say adds up."""
 
+import asyncio
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
-from benchmarks import routing, scaling, vs_trl, vs_trl_task
+from benchmarks import rollout_driver, routing, scaling, vs_trl, vs_trl_task
 from benchmarks.rollout_routing import CachingServer
+from minirl.rollout.server import ServerService
 from minirl.tools import load_tools
 
 
@@ -22,12 +26,22 @@ async def test_routing_compares_its_arms() -> None:
     assert len(report.splitlines()) == 2 + 3 + 1 + 2 + 4
 
 
-def test_scaling_with_a_worker_process() -> None:
-    results = scaling.run([16], [1], 1)
-    costs = results["16"]["1"]
-    assert all(len(costs[figure]) == 1 for figure in scaling.FIGURES)
-    assert costs["wall"][0] > costs["rank 0"][0] > 0
-    assert len(scaling.report(results).splitlines()) == 3
+async def test_scaling_counts_what_a_trajectory_costs(tmp_path: Path) -> None:
+    """The engine is in this process here."""
+    address, this = f"ipc://{tmp_path}/engine", psutil.Process()
+    service = ServerService(rollout_driver.ScriptedTurns(), address, ["generate", "stats"])
+    serving = asyncio.create_task(service.serve())
+    try:
+        costs = await scaling._measure(tmp_path, address, 0, [8, 16], this)
+    finally:
+        gc.unfreeze()
+        serving.cancel()
+    assert len(costs) == 2
+    for cost in costs:
+        assert list(cost) == list(scaling.FIGURES)
+        assert cost["wall"] > 0 and cost["rank 0"] > 0 and cost["workers"] == 0
+    results = {"8": {"0": {figure: [value] for figure, value in costs[0].items()}}}
+    assert scaling.report(results).splitlines()[-1].endswith("| 1 |")
 
 
 @pytest.mark.parametrize("part", vs_trl.PARTS)
