@@ -7,11 +7,12 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.async_vs_sync.bound import Bound, EngineSpeed, bound
 from benchmarks.async_vs_sync.sampling import Device, Sampler
-from benchmarks.async_vs_sync.settings import Case, Settings, load_workload
+from benchmarks.async_vs_sync.settings import Case, Settings
 from benchmarks.async_vs_sync.timeline import Conversation, Span, attribute, per_bucket
 from benchmarks.async_vs_sync.workload import Plan
 from benchmarks.measure import ratios
@@ -164,7 +165,7 @@ async def measure_case(
     arms: dict[str, Arm], settings: Settings, case: Case, number: int, speed: EngineSpeed
 ) -> CaseResult:
     """Modes in turn, each repetition with conversations of its own, the same for all modes."""
-    workload = load_workload(case.workload)
+    workload = case.load()
     modes = case.modes_for(number)
     result = CaseResult(
         workload=workload.name,
@@ -192,7 +193,7 @@ def draw(
     settings: Settings, case: Case, number: int, repetition: int, token_s: float
 ) -> list[Plan]:
     """The conversations of a repetition."""
-    return load_workload(case.workload).draw(
+    return case.load().draw(
         number,
         settings.seed + repetition,
         token_s=token_s,
@@ -233,6 +234,8 @@ async def measure_speed(client: ServerClient, largest: int, repetitions: int) ->
     for size in sizes:
         seconds = await least(size, SHORT, SPEED_TOKENS + 1) - await least(size, SHORT, 1)
         step_s[size] = max(seconds, LEAST_S) / SPEED_TOKENS
+    for size, larger in reversed(list(pairwise(sizes))):
+        step_s[size] = min(step_s[size], step_s[larger])  # fewer never take longer
     number = min(16, largest)
     seconds = await least(number, LONG, 1) - await least(number, SHORT, 1)
     return EngineSpeed(

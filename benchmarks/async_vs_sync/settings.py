@@ -1,6 +1,6 @@
 """What a benchmark's YAML says: the engine, which workloads, how often."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,20 @@ class Case:
     """With more conversations `serial` is left out: it takes as many times as long."""
     latency_scale: float = 1.0
     """All latencies of the workload's tools, times this."""
+    turns: int | None = None
+    """Instead of the workload's."""
 
     def modes_for(self, number: int) -> list[str]:
         """Those that are run with so many conversations."""
         return [m for m in self.modes if m != "serial" or number <= self.serial_up_to]
+
+    def load(self) -> Workload:
+        """The workload; with `turns`, these are in its name."""
+        workload = load_workload(self.workload)
+        if self.turns is None:
+            return workload
+        name = f"{workload.name}, {self.turns} turns"
+        return replace(workload, name=name, turns=self.turns)
 
 
 @dataclass(kw_only=True)
@@ -92,7 +102,7 @@ def _check_case(case: Case | WholeSteps, place: str) -> None:
     require(case.latency_scale >= 0, f"{key}: latency_scale", case.latency_scale, "0 or more")
     counts = case.conversations if isinstance(case, Case) else [case.prompts]
     require(min(counts, default=0) > 0, f"{key}: conversations", counts, "name one, or more")
-    workload = load_workload(case.workload)
+    workload = load_workload(case.workload) if isinstance(case, WholeSteps) else case.load()
     if isinstance(case, WholeSteps):
         is_tokens = workload.response_key == "response_tokens"
         require(is_tokens, f"{key}: response_s", workload.response_s, "give response_tokens")
@@ -172,7 +182,7 @@ def check_lengths(cases: list[Case], repetitions: int, seed: int, config: Config
     Lengths that are given as times are not known yet: an agent loop refuses them.
     """
     for case in cases:
-        workload = load_workload(case.workload)
+        workload = case.load()
         if workload.response_key == "response_s":
             continue
         for plan in (
