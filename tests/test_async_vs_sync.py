@@ -260,22 +260,29 @@ def test_everything_that_comes_with_it_can_be_run(tmp_path: Path) -> None:
         loaded = load_settings(FOLDER / f"{name}.yaml")
         path = write_run(loaded, tmp_path, tmp_path / "model", tmp_path / "rows.jsonl")
         cases = [replace(c, conversations=[8]) for c in loaded.cases + loaded.full]
-        check_lengths(cases, loaded.repetitions, loaded.seed, load_config([str(path)]))
+        check_lengths(cases, loaded, load_config([str(path)]))
     assert {p.stem for p in FOLDER.glob("workloads/*.yaml")} == {c.workload for c in loaded.cases}
+
+
+CASES = [{"workload": "search", "conversations": [8]}]
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"repetitons": 2}, "repetitons"),
-        ({"repetitions": 0}, "repetitions: got 0; at least 1"),
+        ({"cases": CASES, "repetitions": 0}, "repetitions: got 0; at least 1"),
+        ({}, "cases: got []; name a workload"),
         ({"cases": [{"workload": "serch", "conversations": [8]}]}, "no 'serch'; there are code"),
         ({"cases": [{"workload": "search", "conversations": []}]}, "conversations: got []"),
         (
             {"cases": [{"workload": "search", "conversations": [8], "modes": ["asinc"]}]},
             "modes: got 'asinc'; of serial, sync, async",
         ),
-        ({"steps": {"workload": "textbook"}}, "response_s: got 0.1; give response_tokens"),
+        (
+            {"cases": CASES, "steps": {"workload": "textbook"}},
+            "response_s: got 0.1; give response_tokens",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(tmp_path: Path, change: Any, words: str) -> None:
@@ -293,9 +300,9 @@ def test_a_workload_with_a_wrong_key_is_refused(tmp_path: Path) -> None:
 
 def test_a_conversation_that_is_too_long_is_told_before_an_engine_starts() -> None:
     config = load_config(["model.path=none", "rollout.response_length=64"])
-    cases = load_settings(FOLDER / "cpu.yaml").cases
+    loaded = load_settings(FOLDER / "cpu.yaml")
     with pytest.raises(ConfigError, match=r"rollout\.response_length: got 64; a conv"):
-        check_lengths(cases, 1, 0, config)
+        check_lengths(loaded.cases, loaded, config)
 
 
 class PacedEngine(ScriptedEngine):

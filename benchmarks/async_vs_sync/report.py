@@ -27,7 +27,18 @@ LITERATURE = (
     "80 %. An engine that decodes all eight at once is done sooner, and so it is busy for a "
     "smaller share: compare the seconds."
 )
-HEADINGS = ("mode", "seconds", "tokens/s", "busy", "in engine", "of bound", "x async", "GPU")
+HEADINGS = (
+    "mode",
+    "seconds",
+    "tokens/s",
+    "busy",
+    "in engine",
+    "of bound",
+    "x async",
+    "cores",
+    "GPU",
+)
+MIDDLE = ("tokens_per_s", "engine_busy_fraction", "running_mean", "driver_cores", "engine_cores")
 STEP_HEADINGS = ("mode", "seconds", "of them rollout", "busy", "x async")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem;
@@ -98,10 +109,7 @@ def case_table(case: CaseResult) -> list[tuple[str, ...]]:
     """Headings, and a row per mode."""
     rows = [[*HEADINGS, *CAUSES]]
     for mode, found in case.figures.items():
-        middle = {
-            name: median(f[name] for f in found)
-            for name in ("tokens_per_s", "engine_busy_fraction", "running_mean")
-        }
+        middle = {name: median(f[name] for f in found) for name in MIDDLE}
         rows.append(
             [
                 mode,
@@ -111,6 +119,7 @@ def case_table(case: CaseResult) -> list[tuple[str, ...]]:
                 f"{middle['running_mean']:.1f}",
                 words(case.efficiency(mode)),
                 words(case.against_async(mode)) if "async" in case.figures else "",
+                f"{middle['driver_cores']:.2f} + {middle['engine_cores']:.2f}",
                 _gpu_words(found),
                 *_idle_words(found),
             ]
@@ -211,8 +220,9 @@ def page(results: Results, pictures: dict[str, Figure]) -> str:
     parts = [
         "<h1>serial, sync and async rollout</h1>",
         "<p>busy: share of the time in which a request is in the engine; in engine: requests that "
-        "its scheduler decodes, on average; of bound: least possible time / measured. Medians, and "
-        "the least and the largest of the repetitions, modes in turn.</p>",
+        "its scheduler decodes, on average; of bound: least possible time / measured; x async: how "
+        "many times as long it takes; cores: CPU time per second of rank 0's process and of the "
+        "engine's. Medians, and the least and the largest of the repetitions, modes in turn.</p>",
         "<p>Idle time has one cause each:</p><dl>",
         *(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in CAUSES.items()),
         "</dl><h2>Where the time went</h2>",

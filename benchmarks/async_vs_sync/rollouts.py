@@ -27,8 +27,8 @@ from minirl.rollout.worker import LocalWorker
 from minirl.types import TokenOutput, Trajectory
 from minirl.waits import CONVERSATION
 
-NUM_BUCKETS = 20
-"""A rollout of fewer seconds has a timeline by tenths of seconds."""
+SHORT_S = 20
+"""A rollout that takes less has its timeline by tenths of seconds."""
 
 
 class Turnstile:
@@ -85,7 +85,7 @@ class Rollout:
 
     def timeline(self) -> list[dict[str, float]]:
         """By seconds, or tenths of them in a short rollout."""
-        width = 1.0 if self.seconds > NUM_BUCKETS else 0.1
+        width = 1.0 if self.seconds > SHORT_S else 0.1
         return per_bucket(self.conversations, self.start, self.end, width)
 
 
