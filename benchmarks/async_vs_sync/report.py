@@ -27,17 +27,8 @@ LITERATURE = (
     "80 %. An engine that decodes all eight at once is done sooner, and so it is busy for a "
     "smaller share: compare the seconds."
 )
-HEADINGS = (
-    "mode",
-    "seconds",
-    "tokens/s",
-    "busy",
-    "in engine",
-    "of bound",
-    "x async",
-    "cores",
-    "GPU",
-)
+HEADINGS = ("mode", "seconds", "tokens/s", "busy", "in engine", "of bound", "of greedy")
+HEADINGS += ("x async", "cores", "GPU")
 MIDDLE = ("tokens_per_s", "engine_busy_fraction", "running_mean", "driver_cores", "engine_cores")
 STEP_HEADINGS = ("mode", "seconds", "of them rollout", "busy", "x async")
 STYLE = """
@@ -83,6 +74,7 @@ def _case_json(case: CaseResult) -> dict[str, Any]:
             "repetitions": rows,
             "seconds": spread([row["seconds"] for row in rows]),
             "efficiency": spread(case.efficiency(mode)),
+            "of_greedy": spread(case.of_greedy(mode)),
             "times_async": spread(case.against_async(mode)) if "async" in case.figures else None,
             "timeline": case.shown[mode].timeline(),
             "samples": case.shown[mode].sampler.rows(case.shown[mode].start),
@@ -91,7 +83,8 @@ def _case_json(case: CaseResult) -> dict[str, Any]:
     }
     bounds = [asdict(bound) | {"seconds": bound.seconds} for bound in case.bounds]
     head = ("workload", "about", "conversations", "latency_scale")
-    return {name: getattr(case, name) for name in head} | {"bounds": bounds, "modes": modes}
+    least = {"bounds": bounds, "greedy_s": case.greedy_s}
+    return {name: getattr(case, name) for name in head} | least | {"modes": modes}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -118,6 +111,7 @@ def case_table(case: CaseResult) -> list[tuple[str, ...]]:
                 f"{middle['engine_busy_fraction']:.0%}",
                 f"{middle['running_mean']:.1f}",
                 words(case.efficiency(mode)),
+                words(case.of_greedy(mode)),
                 words(case.against_async(mode)) if "async" in case.figures else "",
                 f"{middle['driver_cores']:.2f} + {middle['engine_cores']:.2f}",
                 _gpu_words(found),
@@ -220,9 +214,11 @@ def page(results: Results, pictures: dict[str, Figure]) -> str:
     parts = [
         "<h1>serial, sync and async rollout</h1>",
         "<p>busy: share of the time in which a request is in the engine; in engine: requests that "
-        "its scheduler decodes, on average; of bound: least possible time / measured; x async: how "
-        "many times as long it takes; cores: CPU time per second of rank 0's process and of the "
-        "engine's. Medians, and the least and the largest of the repetitions, modes in turn.</p>",
+        "its scheduler decodes, on average; of bound: least possible time / measured; of greedy: "
+        "what the engine would take if all else but the tools took no time / measured; x async: "
+        "how many times as long it takes; cores: CPU time per second of rank 0's process and of "
+        "the engine's. Medians, and the least and the largest of the repetitions, modes in turn."
+        "</p>",
         "<p>Idle time has one cause each:</p><dl>",
         *(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in CAUSES.items()),
         "</dl><h2>Where the time went</h2>",

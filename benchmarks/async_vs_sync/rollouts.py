@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.async_vs_sync.bound import Bound, EngineSpeed, bound
+from benchmarks.async_vs_sync.bound import Bound, EngineSpeed, bound, greedy
 from benchmarks.async_vs_sync.sampling import Device, Sampler
 from benchmarks.async_vs_sync.settings import Case, Settings
 from benchmarks.async_vs_sync.timeline import Conversation, Span, attribute, per_bucket
@@ -141,6 +141,7 @@ class CaseResult:
     conversations: int
     latency_scale: float
     bounds: list[Bound]
+    greedy_s: list[float]
     figures: dict[str, list[dict[str, Any]]]
     """By mode."""
     shown: dict[str, Rollout]
@@ -154,6 +155,10 @@ class CaseResult:
         """bound / measured."""
         pairs = zip(self.bounds, self.values(mode, "seconds"), strict=True)
         return [bound.seconds / seconds for bound, seconds in pairs]
+
+    def of_greedy(self, mode: str) -> list[float]:
+        """What the engine alone would take, by bound.greedy / measured."""
+        return ratios({"greedy": self.greedy_s, mode: self.values(mode, "seconds")}, "greedy", mode)
 
     def against_async(self, mode: str) -> list[float]:
         """How many times as long it takes, round by round."""
@@ -173,6 +178,7 @@ async def measure_case(
         conversations=number,
         latency_scale=case.latency_scale,
         bounds=[],
+        greedy_s=[],
         figures={mode: [] for mode in modes},
         shown={},
     )
@@ -182,6 +188,7 @@ async def measure_case(
             await arms[modes[-1]].rollout(_prompts(plans), step=0)
             continue
         result.bounds.append(bound(plans, speed))
+        result.greedy_s.append(greedy(plans, speed))
         for mode in modes:
             rollout = await arms[mode].rollout(_prompts(plans), step=repetition)
             result.figures[mode].append(rollout.figures())
