@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine
 
 from benchmarks.async_vs_sync.__main__ import benchmark
-from benchmarks.async_vs_sync.bound import EngineSpeed, bound
+from benchmarks.async_vs_sync.bound import EngineSpeed, bound, greedy
 from benchmarks.async_vs_sync.settings import (
     FOLDER,
     check_lengths,
@@ -226,22 +226,12 @@ def test_work_before_the_tools_bounds() -> None:
     assert found.seconds == found.pipeline_s == pytest.approx(0.76)
 
 
-def makespan(plans: list[Plan], speed: EngineSpeed) -> float:
-    """Of an engine that decodes at once whatever may go on, and a driver that takes no time."""
-    now, ready, at = 0.0, [0.0] * len(plans), [(0, 0)] * len(plans)  # (turn, tokens) of each
-    while left := [i for i, p in enumerate(plans) if at[i][0] < len(p.turns)]:
-        now = max(now, min(ready[i] for i in left))
-        batch = [i for i in left if ready[i] <= now]
-        new = sum(plans[i].new_tokens[at[i][0]] for i in batch if at[i][1] == 0)
-        sizes = sorted(speed.step_s)
-        now += float(np.interp(len(batch), sizes, [speed.step_s[n] for n in sizes]))
-        now += new * speed.prefill_token_s
-        for i in batch:
-            turn, tokens = at[i][0], at[i][1] + 1
-            done = tokens == plans[i].turns[turn].response_tokens
-            at[i] = (turn + 1, 0) if done else (turn, tokens)
-            ready[i] = now + (plans[i].turns[turn].tool_s or 0.0) if done else now
-    return max(ready)
+def test_greedy_decodes_what_it_may() -> None:
+    """Together 2 steps of 0.012 s; then one waits 0.5 s for its tool, then 3 steps of 0.01 s."""
+    plans = [plan((2, 0.5), (3, None), prompt=0), plan((2, None), prompt=0)]
+    assert greedy(plans, SPEED) == pytest.approx(0.024 + 0.5 + 0.03)
+    with_prompts = [replace(p, prompt_tokens=100) for p in plans]
+    assert greedy(with_prompts, SPEED) == pytest.approx(0.024 + 0.2 + 0.5 + 0.03)
 
 
 TURNS = st.lists(st.tuples(st.integers(1, 12), st.floats(0, 0.5)), min_size=1, max_size=4)
@@ -252,7 +242,7 @@ TURNS = st.lists(st.tuples(st.integers(1, 12), st.floats(0, 0.5)), min_size=1, m
     st.lists(st.builds(lambda turns: plan(*turns, observation=9), TURNS), min_size=1, max_size=4)
 )
 def test_nothing_beats_the_bound(plans: list[Plan]) -> None:
-    assert bound(plans, SPEED).seconds <= makespan(plans, SPEED) + 1e-9
+    assert bound(plans, SPEED).seconds <= greedy(plans, SPEED) + 1e-9
 
 
 def test_everything_that_comes_with_it_can_be_run(tmp_path: Path) -> None:
@@ -260,22 +250,29 @@ def test_everything_that_comes_with_it_can_be_run(tmp_path: Path) -> None:
         loaded = load_settings(FOLDER / f"{name}.yaml")
         path = write_run(loaded, tmp_path, tmp_path / "model", tmp_path / "rows.jsonl")
         cases = [replace(c, conversations=[8]) for c in loaded.cases + loaded.full]
-        check_lengths(cases, loaded.repetitions, loaded.seed, load_config([str(path)]))
+        check_lengths(cases, loaded, load_config([str(path)]))
     assert {p.stem for p in FOLDER.glob("workloads/*.yaml")} == {c.workload for c in loaded.cases}
+
+
+CASES = [{"workload": "search", "conversations": [8]}]
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"repetitons": 2}, "repetitons"),
-        ({"repetitions": 0}, "repetitions: got 0; at least 1"),
+        ({"cases": CASES, "repetitions": 0}, "repetitions: got 0; at least 1"),
+        ({}, "cases: got []; name a workload"),
         ({"cases": [{"workload": "serch", "conversations": [8]}]}, "no 'serch'; there are code"),
         ({"cases": [{"workload": "search", "conversations": []}]}, "conversations: got []"),
         (
             {"cases": [{"workload": "search", "conversations": [8], "modes": ["asinc"]}]},
             "modes: got 'asinc'; of serial, sync, async",
         ),
-        ({"steps": {"workload": "textbook"}}, "response_s: got 0.1; give response_tokens"),
+        (
+            {"cases": CASES, "steps": {"workload": "textbook"}},
+            "response_s: got 0.1; give response_tokens",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(tmp_path: Path, change: Any, words: str) -> None:
@@ -293,9 +290,9 @@ def test_a_workload_with_a_wrong_key_is_refused(tmp_path: Path) -> None:
 
 def test_a_conversation_that_is_too_long_is_told_before_an_engine_starts() -> None:
     config = load_config(["model.path=none", "rollout.response_length=64"])
-    cases = load_settings(FOLDER / "cpu.yaml").cases
+    loaded = load_settings(FOLDER / "cpu.yaml")
     with pytest.raises(ConfigError, match=r"rollout\.response_length: got 64; a conv"):
-        check_lengths(cases, 1, 0, config)
+        check_lengths(loaded.cases, loaded, config)
 
 
 class PacedEngine(ScriptedEngine):
@@ -308,12 +305,13 @@ class PacedEngine(ScriptedEngine):
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str
     ) -> TokenOutput:
-        began = time.perf_counter()
+        if not self.num_running:
+            self.began = time.perf_counter()
         self.num_running += 1
         length = sampling_params["max_tokens"]
         await asyncio.sleep(length * 5e-4)
         self.num_running -= 1
-        self.busy_s += 0.0 if self.num_running else time.perf_counter() - began
+        self.busy_s += 0.0 if self.num_running else time.perf_counter() - self.began
         token = 65 + sampling_params["seed"] % 2
         return TokenOutput(
             token_ids=[token] * length, logprobs=[-1.0] * length, finish_reason="length"
@@ -345,7 +343,15 @@ async def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "trainer": {"device": "cpu"},
         },
         "repetitions": 2,
-        "cases": [{"workload": f"{folder}/short.yaml", "conversations": [2, 6], "serial_up_to": 2}],
+        "cases": [
+            {"workload": f"{folder}/short.yaml", "conversations": [2, 6], "serial_up_to": 2},
+            {
+                "workload": f"{folder}/short.yaml",
+                "conversations": [2],
+                "turns": 1,
+                "modes": ["async"],
+            },
+        ],
         "steps": {"workload": f"{folder}/short.yaml", "prompts": 2, "modes": ["sync", "async"]},
     }
     (folder / "mine.yaml").write_text(yaml.safe_dump(given))
@@ -362,10 +368,12 @@ async def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_all_modes_are_measured_and_the_causes_add_up(measured: Path) -> None:
     results = json.loads((measured / "results.json").read_text())
-    assert [case["conversations"] for case in results["cases"]] == [2, 6]
+    assert [case["conversations"] for case in results["cases"]] == [2, 6, 2]
+    assert results["cases"][2]["workload"] == "short, 1 turns"
     assert [list(c["modes"]) for c in results["cases"]] == [
         ["serial", "sync", "async"],
         ["sync", "async"],
+        ["async"],
     ]
     for case in results["cases"]:
         tokens = [[r["tokens"] for r in m["repetitions"]] for m in case["modes"].values()]
@@ -374,11 +382,14 @@ def test_all_modes_are_measured_and_the_causes_add_up(measured: Path) -> None:
             for row in found["repetitions"]:
                 parts = row["generating_s"] + sum(row["idle_s"].values())
                 assert parts == pytest.approx(row["seconds"], rel=0.01)
-                assert (row["idle_s"]["barrier"] > 0) == (mode == "sync")
+                assert mode == "sync" or not row["idle_s"]["barrier"]
                 assert row["last_trajectory_s"] <= row["seconds"]
-            assert found["efficiency"]["min"] > 0 and len(found["samples"]) >= 2
+            assert 0 < found["efficiency"]["min"] <= found["of_greedy"]["min"] + 1e-9
+            assert len(found["samples"]) >= 2
             sampled = sum(b["tokens"] for b in found["timeline"])
             assert sampled == pytest.approx(found["repetitions"][-1]["tokens"])
+    held = [r["idle_s"]["barrier"] for r in results["cases"][1]["modes"]["sync"]["repetitions"]]
+    assert max(held) > 0  # six conversations, two rounds of tools that differ
 
 
 def test_steps_are_measured_whole(measured: Path) -> None:
@@ -389,17 +400,22 @@ def test_steps_are_measured_whole(measured: Path) -> None:
         for row in rows:
             idle = row["idle_s"]
             assert row["generating_s"] + sum(idle.values()) == pytest.approx(row["seconds"])
-            assert idle["trainer"] > 0 and idle["sync"] > 0 and row["rollout_s"] < row["seconds"]
-            assert (idle["barrier"] > 0) == (mode == "sync")
+            phases = row["phases_s"]
+            trainer = ("reward", "old_log_prob", "adv", "update_actor")
+            assert idle["trainer"] == pytest.approx(sum(phases[name] for name in trainer))
+            assert (
+                min(idle.values()) >= 0 and idle["sync"] > 0 and row["rollout_s"] < row["seconds"]
+            )
+            assert mode == "sync" or not idle["barrier"]
 
 
 def test_the_page_needs_nothing_else(measured: Path) -> None:
     page = (measured / "report.html").read_text()
-    assert page.count("<svg") == page.count("</svg>") == 5  # idle, growth, steps, two timelines
+    assert page.count("<svg") == page.count("</svg>") == 6  # idle, growth, steps, three timelines
     assert not re.search(r"<(script|img|link|iframe)|@import|src=|url\((?!#)", page)
     assert not re.search(r'(?<!xlink:)href="(?!#)', page)
     assert "&lt;short&gt;" in page and "<short>" not in page
-    for name in ("idle", "growth", "steps", "timeline_short_2", "timeline_short_6"):
+    for name in ("idle", "growth", "steps", "timeline_short_6", "timeline_short_1_turns_2"):
         assert (measured / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     for name, words in CAUSES.items():
         assert f"<dt>{name}</dt><dd>{html.escape(words)}</dd>" in page

@@ -42,7 +42,7 @@ from minirl.run import open_run
 async def benchmark(settings: Settings, cases: Sequence[Case], out: Path, config: Config) -> None:
     """All cases on one engine, then the training steps."""
     began, load = time.perf_counter(), os.getloadavg()
-    check_lengths(list(cases), settings.repetitions, settings.seed, config)
+    check_lengths(cases, settings, config)
     async with open_run(config) as run, engine_client() as client:
         assert run.inputs
         device, once = Device(), replace(config, rollout=replace(config.rollout, n=1))

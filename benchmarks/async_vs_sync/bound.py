@@ -1,4 +1,5 @@
-"""The least possible makespan of a workload on an engine whose speed was measured."""
+"""The least possible makespan of a workload on an engine whose speed was measured, and what that
+engine takes when nothing but itself and the tools takes any time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,9 +25,13 @@ class EngineSpeed:
 
     def best_token_s(self, number: int) -> float:
         """The least engine time per token with at most so many conversations in it."""
+        rates = [self.step_s[size] / size for size in self.step_s if size <= number]
+        return min(self.step_of(number) / number, *rates)
+
+    def step_of(self, number: int) -> float:
+        """Seconds of a step with so many conversations, between those measured in proportion."""
         sizes = sorted(self.step_s)
-        step_s = float(np.interp(number, sizes, [self.step_s[size] for size in sizes]))
-        return min(step_s / number, *(self.step_s[n] / n for n in sizes if n <= number))
+        return float(np.interp(number, sizes, [self.step_s[size] for size in sizes]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +72,26 @@ def bound(plans: Sequence[Plan], speed: EngineSpeed) -> Bound:
         work_s=float(sum(work)),
         pipeline_s=_pipeline(np.array(heads), np.array(work), np.array(tails)),
     )
+
+
+def greedy(plans: Sequence[Plan], speed: EngineSpeed) -> float:
+    """The makespan where every turn is in the engine's next step as soon as its tool has answered:
+    what is left to `async` when code outside the engine takes no time. No bound: an engine that
+    lets some conversations wait might, in theory, be done sooner."""
+    now = 0.0
+    ready = [0.0] * len(plans)
+    turn, done = [0] * len(plans), [0] * len(plans)  # of each, the turn and its tokens so far
+    while left := [i for i, plan in enumerate(plans) if turn[i] < len(plan.turns)]:
+        now = max(now, min(ready[i] for i in left))
+        batch = [i for i in left if ready[i] <= now]
+        new = sum(plans[i].new_tokens[turn[i]] for i in batch if not done[i])
+        now += speed.step_of(len(batch)) + new * speed.prefill_token_s
+        for i in batch:
+            this = plans[i].turns[turn[i]]
+            done[i] += 1
+            if done[i] == this.response_tokens:
+                turn[i], done[i], ready[i] = turn[i] + 1, 0, now + (this.tool_s or 0.0)
+    return max(ready)
 
 
 def _pipeline(heads: np.ndarray, work: np.ndarray, tails: np.ndarray) -> float:

@@ -51,8 +51,11 @@ def _draw_conversations(ax: Axes, rollout: Rollout) -> None:
             ax.broken_barh(bars, (row + 0.1, 0.8), facecolors=STATE_COLORS[state], linewidth=0)
     ax.set_ylim(len(chosen), 0)
     ax.set_yticks([])
-    ax.set_ylabel("conversations")
-    ax.set_title(f"{rollout.mode}: {rollout.seconds:.2f} s", loc="left", fontsize=10)
+    number = len(rollout.conversations)
+    shown = f"{len(chosen)} of {number}" if len(chosen) < number else f"{number}"
+    title = f"{rollout.mode}: {rollout.seconds:.2f} s, {shown} conversations"
+    ax.set_title(title, loc="left", fontsize=10)
+    ax.tick_params(bottom=False)
     ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
 
 
@@ -76,6 +79,7 @@ def _draw_engine(ax: Axes, rollout: Rollout) -> None:
         counts.append(number)
     ax.fill_between(times, counts, step="post", color=COLORS[WORKING], linewidth=0)
     ax.set_ylim(0, max(counts) * 1.1)
+    ax.set_yticks([0, max(counts)])
     ax.set_ylabel("engine", rotation=0, ha="right", va="center")
     ax.spines[["top", "right"]].set_visible(False)
 
@@ -160,7 +164,8 @@ def growth(cases: Sequence[CaseResult]) -> Figure:
         ax.grid(alpha=0.25, linewidth=0.6)
         ax.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("seconds")
-    figure.axes[0].legend(frameon=False, fontsize=8)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure
 
 

@@ -22,10 +22,17 @@ from benchmarks.async_vs_sync.steps import StepsResult
 from benchmarks.async_vs_sync.timeline import CAUSES
 from benchmarks.measure import machine
 
-LITERATURE = "the literature has serial 5.6 s and 28.6 % busy, async 1.0 s and 80 %"
-HEADINGS = ("mode", "seconds", "tokens/s", "busy", "in engine", "of bound", "x async")
+LITERATURE = (
+    "For eight conversations the literature has serial 5.6 s and 28.6 % busy, async 1.0 s and "
+    "80 %. An engine that decodes all eight at once is done sooner, and so it is busy for a "
+    "smaller share: compare the seconds."
+)
+HEADINGS = ("mode", "seconds", "tokens/s", "busy", "in engine", "of bound", "of greedy")
+HEADINGS += ("x async", "cores", "GPU")
+MIDDLE = ("tokens_per_s", "engine_busy_fraction", "running_mean", "driver_cores", "engine_cores")
+STEP_HEADINGS = ("mode", "seconds", "of them rollout", "busy", "x async")
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem;
        color: #222; background: #fff }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums }
 th, td { padding: .15rem .6rem; text-align: right; white-space: nowrap; font-size: 13px }
@@ -67,6 +74,7 @@ def _case_json(case: CaseResult) -> dict[str, Any]:
             "repetitions": rows,
             "seconds": spread([row["seconds"] for row in rows]),
             "efficiency": spread(case.efficiency(mode)),
+            "of_greedy": spread(case.of_greedy(mode)),
             "times_async": spread(case.against_async(mode)) if "async" in case.figures else None,
             "timeline": case.shown[mode].timeline(),
             "samples": case.shown[mode].sampler.rows(case.shown[mode].start),
@@ -75,7 +83,8 @@ def _case_json(case: CaseResult) -> dict[str, Any]:
     }
     bounds = [asdict(bound) | {"seconds": bound.seconds} for bound in case.bounds]
     head = ("workload", "about", "conversations", "latency_scale")
-    return {name: getattr(case, name) for name in head} | {"bounds": bounds, "modes": modes}
+    least = {"bounds": bounds, "greedy_s": case.greedy_s}
+    return {name: getattr(case, name) for name in head} | least | {"modes": modes}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -89,14 +98,11 @@ def words(values: Sequence[float], digits: int = 2) -> str:
     return f"{middle} ({low} to {high})"
 
 
-def case_rows(case: CaseResult) -> list[list[str]]:
-    """A row per mode, under HEADINGS and the idle causes."""
-    rows = []
+def case_table(case: CaseResult) -> list[tuple[str, ...]]:
+    """Headings, and a row per mode."""
+    rows = [[*HEADINGS, *CAUSES]]
     for mode, found in case.figures.items():
-        middle = {
-            name: median(f[name] for f in found)
-            for name in ("tokens_per_s", "engine_busy_fraction", "running_mean")
-        }
+        middle = {name: median(f[name] for f in found) for name in MIDDLE}
         rows.append(
             [
                 mode,
@@ -105,16 +111,19 @@ def case_rows(case: CaseResult) -> list[list[str]]:
                 f"{middle['engine_busy_fraction']:.0%}",
                 f"{middle['running_mean']:.1f}",
                 words(case.efficiency(mode)),
+                words(case.of_greedy(mode)),
                 words(case.against_async(mode)) if "async" in case.figures else "",
+                f"{middle['driver_cores']:.2f} + {middle['engine_cores']:.2f}",
+                _gpu_words(found),
                 *_idle_words(found),
             ]
         )
-    return rows
+    return _without_empty(rows)
 
 
-def step_rows(steps: StepsResult) -> list[list[str]]:
-    """A row per mode: seconds, the rollout's share, against async, the idle causes."""
-    return [
+def step_table(steps: StepsResult) -> list[tuple[str, ...]]:
+    """Headings, and a row per mode."""
+    rows = [
         [
             mode,
             words([f["seconds"] for f in found]),
@@ -125,10 +134,21 @@ def step_rows(steps: StepsResult) -> list[list[str]]:
         ]
         for mode, found in steps.figures.items()
     ]
+    return _without_empty([[*STEP_HEADINGS, *CAUSES], *rows])
 
 
-STEP_HEADINGS = ("mode", "seconds", "of them rollout", "busy", "x async")
-IDLE_HEADINGS = tuple(f"{cause}" for cause in CAUSES)
+def _without_empty(rows: list[list[str]]) -> list[tuple[str, ...]]:
+    """Without the columns that have nothing below their headings."""
+    kept = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    return list(zip(*kept, strict=True))
+
+
+def _gpu_words(found: Sequence[dict[str, Any]]) -> str:
+    """Utilization and power, where there is a GPU."""
+    if "gpu_utilization" not in found[0]:
+        return ""
+    share, power = (median(f[name] for f in found) for name in ("gpu_utilization", "gpu_power_w"))
+    return f"{share:.0%}, {power:.0f} W"
 
 
 def _idle_words(found: Sequence[dict[str, Any]]) -> list[str]:
@@ -145,17 +165,16 @@ def case_title(case: CaseResult) -> str:
 
 def print_case(case: CaseResult) -> None:
     """In the terminal."""
-    _print_table(case_title(case), [*HEADINGS, *IDLE_HEADINGS], case_rows(case))
+    _print_table(case_title(case), case_table(case))
 
 
 def print_steps(steps: StepsResult) -> None:
     """In the terminal."""
     title = f"whole steps, {steps.workload}, {steps.conversations} conversations"
-    _print_table(title, [*STEP_HEADINGS, *IDLE_HEADINGS], step_rows(steps))
+    _print_table(title, step_table(steps))
 
 
-def _print_table(title: str, headings: Sequence[str], rows: list[list[str]]) -> None:
-    table = [list(headings), *rows]
+def _print_table(title: str, table: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     print(f"\n{title}")
     for row in table:
@@ -184,7 +203,8 @@ def _pictures(results: Results) -> dict[str, Figure]:
 
 
 def _picture_name(case: CaseResult) -> str:
-    return f"timeline_{case.workload}_{case.conversations}"
+    name = case.workload.replace(", ", "_").replace(" ", "_")
+    return f"timeline_{name}_{case.conversations}"
 
 
 def page(results: Results, pictures: dict[str, Figure]) -> str:
@@ -194,8 +214,11 @@ def page(results: Results, pictures: dict[str, Figure]) -> str:
     parts = [
         "<h1>serial, sync and async rollout</h1>",
         "<p>busy: share of the time in which a request is in the engine; in engine: requests that "
-        "its scheduler decodes, on average; of bound: least possible time / measured. Medians, and "
-        "the least and the largest of the repetitions, modes in turn.</p>",
+        "its scheduler decodes, on average; of bound: least possible time / measured; of greedy: "
+        "what the engine would take if all else but the tools took no time / measured; x async: "
+        "how many times as long it takes; cores: CPU time per second of rank 0's process and of "
+        "the engine's. Medians, and the least and the largest of the repetitions, modes in turn."
+        "</p>",
         "<p>Idle time has one cause each:</p><dl>",
         *(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in CAUSES.items()),
         "</dl><h2>Where the time went</h2>",
@@ -207,14 +230,14 @@ def page(results: Results, pictures: dict[str, Figure]) -> str:
         title = f"{results.steps.workload}, {results.steps.conversations} conversations"
         parts += [
             f"<h2>Whole training steps: {html.escape(title)}</h2>",
-            _table([*STEP_HEADINGS, *IDLE_HEADINGS], step_rows(results.steps)),
+            _table(step_table(results.steps)),
             _svg(pictures["steps"]),
         ]
     for case in results.cases:
-        about = case.about + (f"; {LITERATURE}" if case.workload == "textbook" else "")
+        about = case.about + (f". {LITERATURE}" if case.workload == "textbook" else "")
         parts += [
             f"<h2>{html.escape(case_title(case))}</h2><p>{html.escape(about)}</p>",
-            _table([*HEADINGS, *IDLE_HEADINGS], case_rows(case)),
+            _table(case_table(case)),
             _svg(pictures[_picture_name(case)]),
         ]
     dump = html.escape(json.dumps(kept, indent=1))
@@ -224,7 +247,8 @@ def page(results: Results, pictures: dict[str, Figure]) -> str:
     return f"<!doctype html><html lang='en'><head>{head}</head><body>{body}</body></html>\n"
 
 
-def _table(headings: Sequence[str], rows: list[list[str]]) -> str:
+def _table(table: Sequence[Sequence[str]]) -> str:
+    headings, *rows = table
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in headings)
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows

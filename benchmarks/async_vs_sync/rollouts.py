@@ -7,11 +7,12 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from benchmarks.async_vs_sync.bound import Bound, EngineSpeed, bound
+from benchmarks.async_vs_sync.bound import Bound, EngineSpeed, bound, greedy
 from benchmarks.async_vs_sync.sampling import Device, Sampler
-from benchmarks.async_vs_sync.settings import Case, Settings, load_workload
+from benchmarks.async_vs_sync.settings import Case, Settings
 from benchmarks.async_vs_sync.timeline import Conversation, Span, attribute, per_bucket
 from benchmarks.async_vs_sync.workload import Plan
 from benchmarks.measure import ratios
@@ -26,8 +27,8 @@ from minirl.rollout.worker import LocalWorker
 from minirl.types import TokenOutput, Trajectory
 from minirl.waits import CONVERSATION
 
-NUM_BUCKETS = 20
-"""A rollout of fewer seconds has a timeline by tenths of seconds."""
+SHORT_S = 20
+"""A rollout that takes less has its timeline by tenths of seconds."""
 
 
 class Turnstile:
@@ -84,7 +85,7 @@ class Rollout:
 
     def timeline(self) -> list[dict[str, float]]:
         """By seconds, or tenths of them in a short rollout."""
-        width = 1.0 if self.seconds > NUM_BUCKETS else 0.1
+        width = 1.0 if self.seconds > SHORT_S else 0.1
         return per_bucket(self.conversations, self.start, self.end, width)
 
 
@@ -140,6 +141,7 @@ class CaseResult:
     conversations: int
     latency_scale: float
     bounds: list[Bound]
+    greedy_s: list[float]
     figures: dict[str, list[dict[str, Any]]]
     """By mode."""
     shown: dict[str, Rollout]
@@ -154,6 +156,10 @@ class CaseResult:
         pairs = zip(self.bounds, self.values(mode, "seconds"), strict=True)
         return [bound.seconds / seconds for bound, seconds in pairs]
 
+    def of_greedy(self, mode: str) -> list[float]:
+        """What the engine alone would take, by bound.greedy / measured."""
+        return ratios({"greedy": self.greedy_s, mode: self.values(mode, "seconds")}, "greedy", mode)
+
     def against_async(self, mode: str) -> list[float]:
         """How many times as long it takes, round by round."""
         seconds = {m: self.values(m, "seconds") for m in (mode, "async")}
@@ -164,7 +170,7 @@ async def measure_case(
     arms: dict[str, Arm], settings: Settings, case: Case, number: int, speed: EngineSpeed
 ) -> CaseResult:
     """Modes in turn, each repetition with conversations of its own, the same for all modes."""
-    workload = load_workload(case.workload)
+    workload = case.load()
     modes = case.modes_for(number)
     result = CaseResult(
         workload=workload.name,
@@ -172,6 +178,7 @@ async def measure_case(
         conversations=number,
         latency_scale=case.latency_scale,
         bounds=[],
+        greedy_s=[],
         figures={mode: [] for mode in modes},
         shown={},
     )
@@ -181,6 +188,7 @@ async def measure_case(
             await arms[modes[-1]].rollout(_prompts(plans), step=0)
             continue
         result.bounds.append(bound(plans, speed))
+        result.greedy_s.append(greedy(plans, speed))
         for mode in modes:
             rollout = await arms[mode].rollout(_prompts(plans), step=repetition)
             result.figures[mode].append(rollout.figures())
@@ -192,7 +200,7 @@ def draw(
     settings: Settings, case: Case, number: int, repetition: int, token_s: float
 ) -> list[Plan]:
     """The conversations of a repetition."""
-    return load_workload(case.workload).draw(
+    return case.load().draw(
         number,
         settings.seed + repetition,
         token_s=token_s,
@@ -233,6 +241,8 @@ async def measure_speed(client: ServerClient, largest: int, repetitions: int) ->
     for size in sizes:
         seconds = await least(size, SHORT, SPEED_TOKENS + 1) - await least(size, SHORT, 1)
         step_s[size] = max(seconds, LEAST_S) / SPEED_TOKENS
+    for size, larger in reversed(list(pairwise(sizes))):
+        step_s[size] = min(step_s[size], step_s[larger])  # fewer never take longer
     number = min(16, largest)
     seconds = await least(number, LONG, 1) - await least(number, SHORT, 1)
     return EngineSpeed(

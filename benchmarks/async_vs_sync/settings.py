@@ -1,6 +1,7 @@
 """What a benchmark's YAML says: the engine, which workloads, how often."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,20 @@ class Case:
     """With more conversations `serial` is left out: it takes as many times as long."""
     latency_scale: float = 1.0
     """All latencies of the workload's tools, times this."""
+    turns: int | None = None
+    """Instead of the workload's."""
 
     def modes_for(self, number: int) -> list[str]:
         """Those that are run with so many conversations."""
         return [m for m in self.modes if m != "serial" or number <= self.serial_up_to]
+
+    def load(self) -> Workload:
+        """The workload; with `turns`, these are in its name."""
+        workload = load_workload(self.workload)
+        if self.turns is None:
+            return workload
+        name = f"{workload.name}, {self.turns} turns"
+        return replace(workload, name=name, turns=self.turns)
 
 
 @dataclass(kw_only=True)
@@ -80,6 +91,7 @@ def load_settings(path: Path) -> Settings:
         raise ConfigError(f"{path}: {getattr(error, 'full_key', None) or ''}: {problem}") from error
     assert isinstance(settings, Settings)
     require(settings.repetitions > 0, f"{path}: repetitions", settings.repetitions, "at least 1")
+    require(bool(settings.cases), f"{path}: cases", [], "name a workload and conversations")
     for case in [*settings.cases, *settings.full, *([settings.steps] if settings.steps else [])]:
         _check_case(case, str(path))
     return settings
@@ -87,12 +99,13 @@ def load_settings(path: Path) -> Settings:
 
 def _check_case(case: Case | WholeSteps, place: str) -> None:
     key = f"{place}: {case.workload}"
+    require(bool(case.modes), f"{key}: modes", case.modes, f"of {', '.join(MODES_IN_TURN)}")
     for mode in case.modes:
         require(mode in MODES_IN_TURN, f"{key}: modes", mode, f"of {', '.join(MODES_IN_TURN)}")
     require(case.latency_scale >= 0, f"{key}: latency_scale", case.latency_scale, "0 or more")
     counts = case.conversations if isinstance(case, Case) else [case.prompts]
     require(min(counts, default=0) > 0, f"{key}: conversations", counts, "name one, or more")
-    workload = load_workload(case.workload)
+    workload = load_workload(case.workload) if isinstance(case, WholeSteps) else case.load()
     if isinstance(case, WholeSteps):
         is_tokens = workload.response_key == "response_tokens"
         require(is_tokens, f"{key}: response_s", workload.response_s, "give response_tokens")
@@ -130,7 +143,10 @@ def write_run(settings: Settings, folder: Path, model: Path, rows: Path) -> Path
             "shuffle": False,
         },
         "rollout": {
-            "multi_turn": {"tool_config_path": str(FOLDER / "tools.yaml")},
+            "multi_turn": {
+                "tool_config_path": str(FOLDER / "tools.yaml"),
+                "tool_timeout_s": 3600.0,  # a call takes what it takes
+            },
             "on_failure": "raise",
             "trace": None,
         },
@@ -166,31 +182,28 @@ def make_model(settings: Settings, folder: Path) -> Path:
     return tiny_model(folder / "model", **options)
 
 
-def check_lengths(cases: list[Case], repetitions: int, seed: int, config: Config) -> None:
+def check_lengths(cases: Sequence[Case], settings: Settings, config: Config) -> None:
     """ConfigError where a conversation of any repetition is longer than the run's limits.
 
     Lengths that are given as times are not known yet: an agent loop refuses them.
     """
-    for case in cases:
-        workload = load_workload(case.workload)
+    steps, repetitions, seed = settings.steps, settings.repetitions, settings.seed
+    of_steps = [Case(workload=steps.workload, conversations=[steps.prompts])] if steps else []
+    for case in [*cases, *of_steps]:
+        workload = case.load()
         if workload.response_key == "response_s":
             continue
-        for plan in (
-            plan
-            for repetition in range(repetitions + 1)
-            for plan in workload.draw(max(case.conversations), seed + repetition)
+        draws = range(seed, seed + repetitions + 1)
+        plans = [plan for s in draws for plan in workload.draw(max(case.conversations), s)]
+        around = TEMPLATE_TOKENS * max(len(plan.turns) for plan in plans)
+        response = max(plan.num_tokens - plan.prompt_tokens for plan in plans) + around
+        prompt = max(plan.prompt_tokens for plan in plans) + TEMPLATE_TOKENS
+        for key, needed, limit in (
+            ("rollout.response_length", response, config.rollout.response_length),
+            ("data.max_prompt_length", prompt, config.data.max_prompt_length),
         ):
-            response = plan.num_tokens - plan.prompt_tokens + TEMPLATE_TOKENS * len(plan.turns)
-            for key, tokens, limit in (
-                ("rollout.response_length", response, config.rollout.response_length),
-                (
-                    "data.max_prompt_length",
-                    plan.prompt_tokens + TEMPLATE_TOKENS,
-                    config.data.max_prompt_length,
-                ),
-            ):
-                words = f"a conversation of {workload.name} needs {tokens}; set more under `run`"
-                require(tokens <= limit, key, limit, words)
+            words = f"a conversation of {workload.name} may need {needed}; set more under `run`"
+            require(needed <= limit, key, limit, words)
 
 
 def _shipped(folder: Path) -> str:

@@ -88,7 +88,7 @@ async def measure_steps(run: Run, arms: dict[str, Arm], settings: Settings) -> S
     for rollout, row in zip(in_turn.rollouts[1:], rows, strict=True):
         figures[rollout.mode].append(step_figures(rollout, row))
     return StepsResult(
-        workload=settings.steps.workload,
+        workload=load_workload(settings.steps.workload).name,
         conversations=len(in_turn.rollouts[0].conversations),
         figures=dict(figures),
     )
