@@ -24,6 +24,8 @@ SLOT_BYTES = 8192
 MAX_WORDS = 1000
 """Characters of a failure; escaped in JSON they still fit into a slot."""
 POLL_S = 1.0
+GONE_S = 2.0
+"""A process that is killed closes its connections first, and is seen to be gone a moment later."""
 
 
 class RankLostError(RuntimeError):
@@ -171,12 +173,18 @@ class Ranks:
 
     def _blame(self, error: RuntimeError, waited_s: float) -> None:
         """Raise what names the rank why `error` came up here, if it is another one's fault."""
-        others = self._others()
-        if failed := [place for place in others if place.state == "failed"]:
+        deadline = time.monotonic() + GONE_S
+        while True:
+            others = self._others()
+            failed = [place for place in others if place.state == "failed"]
+            lost = [place for place in others if place.process != "runs" or place.state == "ending"]
+            if failed or lost or not others or time.monotonic() > deadline:
+                break
+            time.sleep(GONE_S / 20)
+        if failed:
             raise RankFailedError(min(failed, key=lambda place: place.since).words) from error
         here = (self._place.phase, self._place.operation)
         elsewhere = [place for place in others if (place.phase, place.operation) != here]
-        lost = [place for place in others if place.process != "runs" or place.state == "ending"]
         remedy = ""
         if not lost and waited_s >= self.timeout_s:
             lost, remedy = elsewhere or others, "; where that may take so long, raise the limit"

@@ -49,6 +49,7 @@ async def stops(world: Dist, folder: Path) -> None:
 
 def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(PATIENCE_S)  # this thread may go on for a moment
 
 
 def expect_the_other_within(seconds: float) -> None:
