@@ -7,7 +7,7 @@ After an update that changes every weight, the trainer's weights go to the engin
 as many bytes are copied from memory to memory by one `Tensor.copy_`: the ratio is what all of
 gathering, describing, loading and waking costs on top. The first sync, which makes the buffer and
 warms up, does not count. Then the phases, and the proof (`rollout.sync_check`), which is no part of
-the ratio. `debug` is the demo's shape, `medium` 188 MB; weights are random.
+the ratio. `debug` is the demo's shape, `medium` 192 MB; weights are random.
 """
 
 import argparse

@@ -14,7 +14,12 @@ from minirl.trainer.policy import PolicyTrainer
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
+    """One layer: compiling takes seconds for each."""
+    folder = save_model(tmp_path_factory.mktemp("model"))
+    small = Qwen3Config.from_pretrained(folder)
+    small.num_hidden_layers, small.layer_types = 1, ["full_attention"]
+    small.save_pretrained(folder)
+    return folder
 
 
 def num_graphs():
@@ -48,16 +53,12 @@ def test_the_same_updates_and_no_graph_for_other_lengths(folder, monkeypatch):
         assert their_metrics == pytest.approx(metrics, rel=1e-3, abs=1e-5)
 
 
-def test_the_compilers_own_graphs_give_the_same_log_probabilities(folder, tmp_path):
-    """Of one layer, forward only: what g++ compiles is kept between runs."""
-    small = Qwen3Config.from_pretrained(folder)
-    small.num_hidden_layers, small.layer_types = 1, ["full_attention"]
+def test_the_compilers_own_graphs_give_the_same_log_probabilities(folder):
+    """Forward only."""
     results = []
     torch._dynamo.reset()
-    save_model(tmp_path / "model", "qwen3")
-    small.save_pretrained(tmp_path / "model")
     for on in (False, True):
-        config = make_config(tmp_path / "model")
+        config = make_config(folder)
         config = replace(config, model=replace(config.model, compile=on))
         with alone(config) as world:
             before = num_graphs()
