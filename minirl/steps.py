@@ -299,6 +299,7 @@ class Steps:
             self._journals.forget(max((step for step, _ in saved), default=0))
         limit = self._config.trainer.max_bad_steps
         if self._bad_steps_in_a_row >= limit:
+            assert self._run.checkpoints is not None
             await self.save()
             await self._run.on_trainer(self._run.checkpoints.wait)
             raise BadStepsError(
