@@ -5,12 +5,12 @@ so the CPU time of this process is that of agent loops, chat, tools, rewards, ro
 """
 
 import gc
-import itertools
+import json
 import multiprocessing
+import re
 import resource
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -32,26 +32,29 @@ from minirl.types import TokenOutput
 FORKSERVER = multiprocessing.get_context("forkserver")
 """So that each measurement has a new process, and only the first waits for the imports."""
 FORKSERVER.set_forkserver_preload([__name__])
-TURNS = [
-    '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12 * 7"}}\n</tool_call>',
-    '<tool_call>\n{"name": "calculator", "arguments": {"expression": "84 + 5"}}\n</tool_call>',
-    "The result is\n#### 89",
-]
+NUM_TURNS = 3
+QUESTION = re.compile(r"12 \* (\d+) \+ 5")
 
 
 class ScriptedTurns:
-    """Answers the turns of every conversation with TURNS; what ServerService serves."""
+    """Answers every conversation with two tool calls and a result, those of its prompt, so that no
+    two groups have the same; what ServerService serves."""
 
     def __init__(self) -> None:
-        tokenizer = byte_tokenizer()
-        self.outputs = [self._output(tokenizer, text) for text in TURNS]
-        self.turns: dict[str, itertools.cycle[TokenOutput]] = defaultdict(
-            lambda: itertools.cycle(self.outputs)
-        )
+        self.tokenizer = byte_tokenizer()
+        self.turns: dict[str, Iterator[TokenOutput]] = {}
 
-    @staticmethod
-    def _output(tokenizer: Any, text: str) -> TokenOutput:
-        ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    def _answer(self, prompt_ids: list[int]) -> Iterator[TokenOutput]:
+        question = QUESTION.search(self.tokenizer.decode(prompt_ids))
+        assert question
+        number = int(question[1])
+        for expression in (f"12 * {number}", f"{12 * number} + 5"):
+            call = {"name": "calculator", "arguments": {"expression": expression}}
+            yield self._output(f"<tool_call>\n{json.dumps(call)}\n</tool_call>")
+        yield self._output(f"The result is\n#### {12 * number + 5}")
+
+    def _output(self, text: str) -> TokenOutput:
+        ids = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
         logprobs = [-(1 + token_id) / 300 for token_id in ids]
         return TokenOutput(token_ids=ids, logprobs=logprobs, finish_reason="stop")
 
@@ -59,7 +62,10 @@ class ScriptedTurns:
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str
     ) -> TokenOutput:
         """The next turn of the conversation, at once."""
-        return next(self.turns[request_id.rpartition("#")[0]])
+        conversation = request_id.rpartition("#")[0]
+        if conversation not in self.turns:
+            self.turns[conversation] = self._answer(prompt_ids)
+        return next(self.turns[conversation])
 
     async def stats(self) -> ServerStats:
         """Nothing is measured here."""
@@ -106,9 +112,9 @@ def make_rows(number: int) -> list[dict[str, Any]]:
     return [
         {
             "uid": f"0-{i}",
-            "prompt": [{"role": "user", "content": f"({i}) What is 12 * 7 + 5? Use the tool."}],
+            "prompt": [{"role": "user", "content": f"What is 12 * {i} + 5? Use the tool."}],
             "data_source": "calculator",
-            "reward_model": {"style": "rule", "ground_truth": "89"},
+            "reward_model": {"style": "rule", "ground_truth": str(12 * i + 5)},
             "extra_info": {"index": i, "split": "train"},
         }
         for i in range(number)
@@ -158,7 +164,7 @@ async def _measure(
         cpu_s, engine_cpu_s = time.process_time() - cpu_s, spent_s(engine) - engine_cpu_s
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         generations = sum(t.num_turns for t in trajectories)
-        assert generations == len(TURNS) * number and all(t.reward for t in trajectories)
+        assert generations == NUM_TURNS * number and all(t.reward for t in trajectories)
         return {
             "driver_ms": cpu_s / generations * 1e3,
             "engine_ms": engine_cpu_s / generations * 1e3,

@@ -32,6 +32,7 @@ from typing import Any
 # Both survive what templates do to text (trim, tojson), and no tool can guess them.
 MARK = "mark" + secrets.token_hex(8)
 SPLIT = "split" + secrets.token_hex(8)
+LONGEST_KEPT = 4096  # bytes of an observation that is rendered once for all that are equal
 DUMMY_ARGUMENTS = json.dumps({"value": MARK})
 
 Messages = list[dict[str, Any]]
@@ -72,8 +73,10 @@ class ChatBuilder:
         # A copy: whoever pads with the original switches its padding while a thread here encodes.
         self.tokenizer = copy.deepcopy(tokenizer)
         self._encode, self._decode = _codec(self.tokenizer)
-        # The samples of a group begin with the same prompt, one after another.
+        # The samples of a group begin with the same prompt, one after another, and much of what
+        # they ask their tools, and are told, is the same.
         self._prompt = lru_cache(maxsize=16)(self._pickled_prompt)
+        self._observation = lru_cache(maxsize=1024)(self._pickled_observation)
         self.template = _load_template(chat_template, tokenizer.chat_template)
         self.template_kwargs = dict(template_kwargs or {})
         added = {text: i for text, i in self.tokenizer.get_added_vocab().items() if text.strip()}
@@ -105,8 +108,16 @@ class ChatBuilder:
         """
         if not messages or any(m["role"] == "assistant" for m in messages):
             raise ChatTemplateError(f"observation: got {messages!r}; give tool or user messages")
+        needed = tools if self._reads_tools_behind_turn(messages, tools) else None
+        pickled = pickle.dumps((messages, needed))
+        if len(pickled) > LONGEST_KEPT:
+            return self._pickled_observation(pickled)
+        return list(self._observation(pickled))
+
+    def _pickled_observation(self, pickled: bytes) -> list[int]:
+        messages, tools = pickle.loads(pickled)
         safe = [self._defuse_message(m) for m in messages]
-        return self.encode_behind(*self._end_and_observation(safe, tools))
+        return self.encode_behind(*self._render_behind_turn(safe, tools))
 
     def conversation(self, messages: Messages, num_trusted: int) -> list[int]:
         """Tokens of a whole conversation, without a generation prompt.
@@ -163,18 +174,18 @@ class ChatBuilder:
         return True
 
     def observation_text(self, messages: Messages, tools: Tools) -> str:
-        return self._end_and_observation(messages, tools)[1]
+        needed = tools if self._reads_tools_behind_turn(messages, tools) else None
+        return self._render_behind_turn(messages, needed)[1]
 
-    def _end_and_observation(self, messages: Messages, tools: Tools) -> tuple[str, str]:
-        """What ends the turn before, and the text behind it."""
+    def _reads_tools_behind_turn(self, messages: Messages, tools: Tools) -> bool:
+        """Whether the template writes an observation otherwise without the schemas, which are much
+        of the work to render. Mistral's has them before the last user message."""
         roles = frozenset(m["role"] for m in messages)
         if tools is not None and roles not in self._reads_tools:
             self._reads_tools[roles] = self._find_whether_tools_matter(roles, tools)
-        return self._render_behind_turn(messages, tools if self._reads_tools.get(roles) else None)
+        return tools is not None and self._reads_tools[roles]
 
     def _find_whether_tools_matter(self, roles: Iterable[str], tools: Tools) -> bool:
-        """Whether the template writes an observation otherwise without their schemas, which are
-        much of the work to render. Mistral's has them before the last user message."""
         probe = [{**tool_message(0), "role": role} for role in sorted(roles)]
         with_tools = self._render_behind_turn(probe, tools)
         try:
@@ -183,6 +194,7 @@ class ChatBuilder:
             return True
 
     def _render_behind_turn(self, messages: Messages, tools: Tools) -> tuple[str, str]:
+        """What ends the turn before, and the text behind it."""
         turn = dummy_turn(messages)
         if len(turn.get("tool_calls", [])) > 1 and self.is_single_call(tools):
             turn["tool_calls"] = turn["tool_calls"][:1]
