@@ -229,12 +229,6 @@ class Journals:
         self._keep = config.trainer.deterministic
         self._open: Journal | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._close()
-
     def header(self, step: int, parameters: str | None) -> Header:
         """Of a journal that is written now."""
         return Header(
@@ -255,7 +249,7 @@ class Journals:
     def begin(self, step: int, parameters: str | None) -> Journal:
         """The journal of a step, with what it holds already. What follows a step that did not end,
         or that is now made of other conversations, goes."""
-        self._close()
+        self.close()
         journal = self._open = Journal.begin(self._path(step), self.header(step, parameters))
         if journal.outcome is None:
             self._remove(lambda other: other > step)
@@ -270,6 +264,11 @@ class Journals:
         """A new run begins."""
         self._remove(lambda other: True)
 
+    def close(self) -> None:
+        """No more is written."""
+        if self._open is not None:
+            self._open.close()
+
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}"
 
@@ -277,10 +276,6 @@ class Journals:
         for path in self.folder.glob("step_*"):
             if (match := FILE_NAME.fullmatch(path.name)) and is_stale(int(match[1])):
                 path.unlink()
-
-    def _close(self) -> None:
-        if self._open is not None:
-            self._open.close()
 
 
 def _header(records: Sequence[Record]) -> Header | None:

@@ -24,7 +24,7 @@ SLOT_BYTES = 8192
 MAX_WORDS = 1000
 """Characters of a failure; escaped in JSON they still fit into a slot."""
 POLL_S = 1.0
-GONE_S = 2.0
+GONE_S = 10.0
 """A process that is killed closes its connections first, and is seen to be gone a moment later."""
 
 

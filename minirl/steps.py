@@ -1,12 +1,10 @@
 """The parts of a training step; train.py says in which order they come."""
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -15,36 +13,18 @@ from minirl import credit
 from minirl.agent_loop import derive_seed
 from minirl.agreement import agreement_metrics
 from minirl.curriculum import hinted_batch, hinted_logprobs
-from minirl.data import PromptLoader
 from minirl.evaluate import validate
-from minirl.journal import Journal, Journals, Outcome
 from minirl.metrics import Metrics, timer, trajectory_metrics
+from minirl.progress import Progress, Record
 from minirl.ranks import RANKS
 from minirl.records import Records
 from minirl.rollout.manager import groups_for_training, varied_groups
 from minirl.run import Run
 from minirl.scoring import score_with_model
 from minirl.trainer import packing
-from minirl.trainer.checkpoint_folder import complete, latest, set_aside
-from minirl.trainer.determinism import environment, parameter_hash, seed_step
 from minirl.trainer.performance import PeakMemory, step_performance
-from minirl.trainer.policy import trained_parts
 from minirl.trainer.update import TrainedModel
 from minirl.types import GREEDY, Group, MicroBatch, Trajectory
-
-logger = logging.getLogger(__name__)
-
-
-class Record(Protocol):
-    """What a run has left of its steps, to be computed again (minirl/replay.py)."""
-
-    checkpoint: Path | None
-    """From which to go on; None = the start."""
-    last_step: int
-
-    def begin(self, step: int, parameters: str | None) -> Journal:
-        """As Journals.begin; nothing is written."""
-        ...
 
 
 class BadStepsError(RuntimeError):
@@ -64,24 +44,26 @@ class Steps:
     def __init__(self, run: Run, record: Record | None = None) -> None:
         self._run = run
         self._config = run.config
-        self._record_to_replay = record
+        self._progress = Progress(run, record)
+        self._is_replay = record is not None
         self._needs = credit.estimator_needs(run.config.algorithm)
-        self._kl_controller = credit.make_kl_controller(run.config.algorithm)
         self._metrics = Metrics()
         self._stack = ExitStack()
         self._records: Records | None = None
-        self._journals: Journals | Record | None = None
-        self._journal: Journal | None = None
-        self._parameters: str | None = None
-        """Their hash, on rank 0, with trainer.deterministic."""
         self._started = time.perf_counter()
-        self._bad_steps_in_a_row = 0
         self._memory = PeakMemory(run.world.device)
         self.trajectories: list[Trajectory] = []
         """All that were sampled in the step, also those that do not train; on rank 0."""
-        self.number = 0
+
+    @property
+    def number(self) -> int:
         """Of the step at work; 0 before the first."""
-        self.total = record.last_step if record else run.total_steps
+        return self._progress.number
+
+    @property
+    def total(self) -> int:
+        """The number of the last step."""
+        return self._progress.total
 
     def __enter__(self) -> Self:
         return self
@@ -95,38 +77,24 @@ class Steps:
         self._stack.__exit__(kind, error, traceback)
 
     async def start(self) -> None:
-        """Resume from a checkpoint where there is one; open the records and the journals."""
-        run, data = self._run, self._config.data
-        if run.inputs:
-            self._loader = PromptLoader(
-                run.inputs.train_rows,
-                data.train_batch_size,
-                seed=self._config.trainer.seed,
-                shuffle=data.shuffle,
-            )
-        state = await run.on_trainer(self._load_checkpoint)
-        await self._hash_parameters()
-        if self._record_to_replay:
-            self._journals = self._record_to_replay if run.inputs else None
-        elif run.inputs:
-            resumed = self._open_journals(state["step"] if state else None)
-            records = Records(self._config, self.total, resumed, run.inputs.tokenizer.decode)
+        """Go on where the run was, if it was begun before; open the records."""
+        self._stack.callback(self._progress.close)
+        resumed, metrics = await self._progress.restore()
+        if self._run.inputs and not self._is_replay:
+            decode = self._run.inputs.tokenizer.decode
+            records = Records(self._config, self.total, resumed, decode)
             self._records = self._stack.enter_context(records)
-            if state and records.lacks_resumed:
-                await records.log(self.number, state["record"])
+            if metrics and records.lacks_resumed:
+                await records.log(self.number, metrics)
 
     def __iter__(self) -> Iterator[int]:
         while self.number < self.total:
-            self.number += 1
+            self._progress.begin_step()
             self._metrics = Metrics()
             self._started = time.perf_counter()
             self._groups: list[Group] = []
             self.trajectories = []
             self._bad_sequences: set[int] = set()
-            if self._config.trainer.deterministic:
-                seed_step(self._config.trainer.seed, self.number, self._run.world.rank)
-            if self._journals:
-                self._journal = self._journals.begin(self.number, self._parameters)
             yield self.number
 
     @contextmanager
@@ -198,7 +166,7 @@ class Steps:
         """With use_kl_in_reward: the KL to the reference, out of every token's reward."""
         algorithm = self._config.algorithm
         if algorithm.use_kl_in_reward:
-            metrics = credit.penalize_kl(batch, self._kl_controller, algorithm.kl_penalty)
+            metrics = credit.penalize_kl(batch, self._progress.kl_controller, algorithm.kl_penalty)
             self._metrics.update(metrics, reduce="last")
 
     async def compute_advantages(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -244,21 +212,11 @@ class Steps:
         return every > 0 and (self.number % every == 0 or self.number == self.total)
 
     async def save(self) -> None:
-        """Write a checkpoint: everything that the next step depends on. The training goes on
-        meanwhile (trainer.async_save), the end of the run waits."""
-        run, extra = self._run, {}
-        if run.inputs:
-            extra = {
-                "data": self._loader.state_dict(),
-                "kl_ctrl": self._kl_controller.state_dict(),
-                "bad_steps_in_a_row": self._bad_steps_in_a_row,
-                "record": self._numbers(),
-            }
-        assert run.checkpoints is not None
-        parts = trained_parts(run.policy, run.critic)
-        await run.on_trainer(run.checkpoints.save, self.number, parts, extra)
+        """Write a checkpoint. The training goes on meanwhile (trainer.async_save), the end of the
+        run waits."""
+        await self._progress.save(self._numbers() if self._run.inputs else {})
         if self.number == self.total:
-            await run.on_trainer(run.checkpoints.wait)
+            await self._progress.wait()
 
     async def record(self, batch: MicroBatch) -> None:
         """Put together what came of the step, and keep its trajectories. Raises CheckpointError
@@ -267,19 +225,15 @@ class Steps:
         Before its checkpoint, which holds the numbers too: a run that is killed between the two
         repeats the step, or has them to log.
         """
-        assert self._run.checkpoints is not None
-        seconds = self._run.checkpoints.poll()
+        progress, seconds = self._progress, self._progress.write_seconds()
         if self._config.trainer.save_freq > 0:
             self._metrics.add("checkpoint/write_s", seconds, reduce="last")
-        self._bad_steps_in_a_row = self._bad_steps_in_a_row + 1 if self._bad_sequences else 0
-        await self._hash_parameters()
+        progress.num_bad_steps = progress.num_bad_steps + 1 if self._bad_sequences else 0
+        await progress.end_step()
         if not self._run.inputs:
             return
         self._measure(batch)
-        if self._journal:
-            values = self._metrics.result()
-            shown = {k: v for k, v in values.items() if k.startswith(("actor/", "critic/"))}
-            self._journal.end(Outcome(parameters=self._parameters, metrics=shown))
+        progress.note_outcome(self._metrics.result())
         if self._records:
             await self._records.write_step(
                 self.number,
@@ -294,14 +248,11 @@ class Steps:
         """Log the step. Raises BadStepsError, with a checkpoint, after too many bad ones."""
         if self._records:
             await self._records.log(self.number, self._numbers())
-        if isinstance(self._journals, Journals):
-            saved = complete(self._config.trainer.run_dir / "checkpoints")
-            self._journals.forget(max((step for step, _ in saved), default=0))
+        self._progress.forget()
         limit = self._config.trainer.max_bad_steps
-        if self._bad_steps_in_a_row >= limit:
-            assert self._run.checkpoints is not None
+        if self._progress.num_bad_steps >= limit:
             await self.save()
-            await self._run.on_trainer(self._run.checkpoints.wait)
+            await self._progress.wait()
             raise BadStepsError(
                 f"step {self.number}: {limit} steps in a row (trainer.max_bad_steps) were not "
                 "applied, because the loss, the advantages or the gradient were not finite; their "
@@ -331,10 +282,10 @@ class Steps:
         if self._run.manager is None:
             await self._score([])
             return []
-        prompts = self._loader.next_batch()
+        prompts = self._progress.loader.next_batch()
         needs_greedy = "greedy_rewards" in self._needs
         trajectories = await self._run.manager.generate_sequences(
-            prompts, step=self.number, greedy=needs_greedy, journal=self._journal
+            prompts, step=self.number, greedy=needs_greedy, journal=self._progress.journal
         )
         await self._score(trajectories)
         self.trajectories += trajectories
@@ -378,7 +329,7 @@ class Steps:
         self._metrics.update(credit.batch_metrics(batch), reduce="last")
         self._metrics.update(agreement_metrics(batch), reduce="last")
         self._metrics.add("training/bad_step", bool(self._bad_sequences), reduce="last")
-        self._metrics.add("training/epoch", self._loader.epoch, reduce="last")
+        self._metrics.add("training/epoch", self._progress.loader.epoch, reduce="last")
         phases = {
             name.removeprefix("timing_s/"): value
             for name, value in self._metrics.result().items()
@@ -393,51 +344,3 @@ class Steps:
         seconds, metrics = time.perf_counter() - self._started, self._metrics.result()
         throughput = metrics["perf/total_num_tokens"] / seconds
         return metrics | {"timing_s/step": seconds, "perf/throughput": throughput}
-
-    async def _hash_parameters(self) -> None:
-        run = self._run
-        if self._config.trainer.deterministic:
-            trained = trained_parts(run.policy, run.critic).values()
-            self._parameters = await run.on_trainer(parameter_hash, trained, run.world)
-
-    def _open_journals(self, resumed: int | None) -> int | None:
-        """Open them; the step after which the run goes on, None for a new run."""
-        trainer = self._config.trainer
-        if trainer.save_freq == -1 and not trainer.deterministic:
-            return resumed
-        journals = Journals(self._config, environment(self._run.world))
-        self._journals = self._stack.enter_context(journals)
-        if resumed is not None:
-            return resumed
-        if trainer.resume_mode == "auto" and journals.has_begun(self._parameters):
-            return 0
-        journals.clear()
-        return None
-
-    def _start_anew(self) -> None:
-        directory = self._config.trainer.run_dir / "checkpoints"
-        if self._run.world.is_main and (aside := set_aside(directory)):
-            logger.warning("the checkpoints of an earlier run are now in %s", aside)
-
-    def _find_checkpoint(self) -> Path | None:
-        """The latest, or that of the record to replay."""
-        trainer = self._config.trainer
-        if self._record_to_replay:
-            return self._record_to_replay.checkpoint
-        if trainer.resume_mode == "disable":
-            self._start_anew()
-            return None
-        return latest(trainer.run_dir / "checkpoints")
-
-    def _load_checkpoint(self) -> dict[str, Any] | None:
-        """Go on from a checkpoint, if there is one; what it holds beside the models."""
-        run, path = self._run, self._find_checkpoint()
-        if path is None:
-            return None
-        state = run.policy.load(path, run.critic)
-        self.number = state["step"]
-        self._kl_controller.load_state_dict(state["kl_ctrl"])
-        self._bad_steps_in_a_row = state["bad_steps_in_a_row"]
-        if run.inputs:
-            self._loader.load_state_dict(state["data"])
-        return state

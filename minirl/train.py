@@ -12,8 +12,9 @@ import sys
 
 from minirl.config import Config
 from minirl.launch import run_command
+from minirl.progress import Record
 from minirl.run import Run, open_run
-from minirl.steps import Record, Steps
+from minirl.steps import Steps
 
 
 async def train(run: Run, record: Record | None = None) -> None:

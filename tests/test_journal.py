@@ -112,11 +112,12 @@ def test_outcomes_are_compared_to_the_last_bit() -> None:
 @pytest.fixture
 def journals(tmp_path: Path) -> Journals:
     config = load_config(["model.path=m", f"trainer.default_local_dir={tmp_path}"])
-    with Journals(config, {}) as made:
-        for step in (1, 2, 3):
-            made.begin(step, None).end(Outcome(parameters=None, metrics={}))
-        made.begin(4, None)
-        yield made
+    made = Journals(config, {})
+    for step in (1, 2, 3):
+        made.begin(step, None).end(Outcome(parameters=None, metrics={}))
+    made.begin(4, None)
+    yield made
+    made.close()
 
 
 def steps(journals: Journals) -> list[int]:

@@ -15,6 +15,7 @@ LAYERS = [
         "agreement",
         "view",
         "steps",
+        "progress",
         "run",
         "launch",
         "scoring",

@@ -216,11 +216,8 @@ async def test_due(project: Path) -> None:
     async with scripted_run(make_config(project, "due", "trainer.total_training_steps=7")) as run:
         with Steps(run) as steps:
             await steps.start()
-            numbers = list(steps)
-            due = {}
-            for every in (-1, 1, 3, 100):
-                due[every] = []
-                for steps.number in numbers:
-                    if steps.due(every):
-                        due[every].append(steps.number)
+            due = {every: [] for every in (-1, 1, 3, 100)}
+            for number in steps:
+                for every, found in due.items():
+                    found += [number] if steps.due(every) else []
     assert due == {-1: [], 1: [1, 2, 3, 4, 5, 6, 7], 3: [3, 6, 7], 100: [7]}
