@@ -219,15 +219,12 @@ class Steps:
             await self._progress.wait()
 
     async def record(self, batch: MicroBatch) -> None:
-        """Put together what came of the step, and keep its trajectories. Raises CheckpointError
-        when the last checkpoint could not be written.
+        """Put together what came of the step, and keep its trajectories.
 
         Before its checkpoint, which holds the numbers too: a run that is killed between the two
         repeats the step, or has them to log.
         """
-        progress, seconds = self._progress, self._progress.write_seconds()
-        if self._config.trainer.save_freq > 0:
-            self._metrics.add("checkpoint/write_s", seconds, reduce="last")
+        progress = self._progress
         progress.num_bad_steps = progress.num_bad_steps + 1 if self._bad_sequences else 0
         await progress.end_step()
         if not self._run.inputs:
@@ -245,7 +242,11 @@ class Steps:
             )
 
     async def finish(self) -> None:
-        """Log the step. Raises BadStepsError, with a checkpoint, after too many bad ones."""
+        """Log the step. Raises BadStepsError, with a checkpoint, after too many bad ones, and
+        CheckpointError when one could not be written."""
+        seconds = self._progress.write_seconds()
+        if self._config.trainer.save_freq > 0:
+            self._metrics.add("checkpoint/write_s", seconds, reduce="last")
         if self._records:
             await self._records.log(self.number, self._numbers())
         self._progress.forget()
