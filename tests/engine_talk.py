@@ -12,7 +12,7 @@ from engine_pair import Pair
 from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
-from minirl.agent_loop import TOOL_PARSERS, AgentLoopBase, AgentLoopContext
+from minirl.agent_loop import AgentLoopBase, AgentLoopContext
 from minirl.agent_loop.tool_parser.base import NO_SCHEMAS, ParsedTurn, Schemas
 from minirl.chat import ChatBuilder
 from minirl.config import load_config
@@ -33,7 +33,6 @@ ECHO = {
 EMPTY = SimpleNamespace(content=[])
 
 
-@TOOL_PARSERS.register("everything_is_a_call")
 class EverythingIsACall:
     """Whatever a random policy says calls the tool."""
 
@@ -50,7 +49,7 @@ async def endpoint(pair: Pair) -> AsyncIterator[AgentLoopContext]:
     config = load_config(
         [
             f"model.path={pair.config.model.path}",
-            "rollout.multi_turn.format=everything_is_a_call",
+            "rollout.multi_turn.format=engine_talk:EverythingIsACall",
             "data.max_prompt_length=256",
             "rollout.response_length=256",
         ]

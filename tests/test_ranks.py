@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.context import ForkServerContext
@@ -36,6 +37,9 @@ class Trained:
         torch.nn.init.constant_(self.model.weight, value)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.num_steps = int(value)
+
+    def on_device(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 async def stops(world: Dist, folder: Path) -> None:
