@@ -1,7 +1,7 @@
 """What a weight sync costs, in copies of its bytes, against the real vLLM engine.
 
     python -m benchmarks.weight_sync [--models debug medium] [--repetitions 9]
-                                     [--out build/weight_sync.json]
+                                     [--out FILE] [--record]
 
 After an update that changes every weight, the trainer's weights go to the engine. In turn with it,
 as many bytes are copied from memory to memory by one `Tensor.copy_`: the ratio is what all of
@@ -13,7 +13,6 @@ the ratio. `debug` is the demo's shape, `medium` 192 MB; weights are random.
 import argparse
 import asyncio
 import json
-import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import interleave, machine, ratios, show
+from benchmarks.results import add_options, provenance, start_load, table, write_section
 from benchmarks.shapes import SHAPES, random_model
 from minirl.config import Config, load_config
 from minirl.distributed import distributed
@@ -42,16 +42,20 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["debug", "medium"])
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--out", type=Path, default=Path("build/weight_sync.json"))
+    add_options(parser, "build/weight_sync.json")
     arguments = parser.parse_args()
+    load, texts = start_load(), list[str]()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"machine": machine() | {"load": os.getloadavg()[0]}}
+    results: dict[str, Any] = {"machine": machine() | {"load": load}}
     for name in arguments.models:
         print(f"{name}:")
         with asyncio.Runner() as runner:
             results[name] = measure(runner, name, arguments.engine, arguments.repetitions)
         show(results[name])
+        texts.append(table([name, ""], results[name].items()))
         arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.record:
+        write_section("weight_sync", "\n\n".join([provenance(load), *texts]))
 
 
 def measure(runner: asyncio.Runner, name: str, engine: str, repetitions: int) -> dict[str, Any]:

@@ -17,7 +17,16 @@ def forkserver() -> ForkServerContext:
     return context
 
 
-LONGEST = ["tests/test_train.py", "tests/rollout/test_engines.py", "tests/test_selftest.py"]
+LONGEST = [
+    "tests/test_train.py",
+    "tests/rollout/test_engines.py",
+    "tests/test_selftest.py",
+    "tests/test_resume.py",
+    "tests/trainer/test_two_ranks.py",
+    "tests/trainer/test_compile.py",
+    "tests/test_ranks.py",
+    "tests/test_replay.py",
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

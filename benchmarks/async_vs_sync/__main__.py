@@ -1,7 +1,7 @@
 """How much of the time the engine works in serial, sync and async rollout, why it is idle in the
 rest, and how far from the best possible each is.
 
-    python -m benchmarks.async_vs_sync [CONFIG] [--out DIR] [--full]
+    python -m benchmarks.async_vs_sync [CONFIG] [--out DIR] [--full] [--record]
 
 CONFIG is `cpu` (two cores, the default), `gpu`, or a YAML file like cpu.yaml in this folder.
 Into DIR go results.json, report.html and pictures.
@@ -15,7 +15,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.async_vs_sync.report import Results, print_case, print_steps, write
+from benchmarks.async_vs_sync.report import (
+    Results,
+    as_markdown,
+    print_case,
+    print_steps,
+    write,
+)
 from benchmarks.async_vs_sync.rollouts import (
     Arm,
     engine_client,
@@ -34,12 +40,15 @@ from benchmarks.async_vs_sync.settings import (
     write_run,
 )
 from benchmarks.async_vs_sync.steps import measure_steps, write_rows
+from benchmarks.results import provenance, write_section
 from minirl.config import Config, ConfigError
 from minirl.launch import run_command
 from minirl.run import open_run
 
 
-async def benchmark(settings: Settings, cases: Sequence[Case], out: Path, config: Config) -> None:
+async def benchmark(
+    settings: Settings, cases: Sequence[Case], out: Path, record: bool, config: Config
+) -> None:
     """All cases on one engine, then the training steps."""
     began, load = time.perf_counter(), os.getloadavg()
     check_lengths(cases, settings, config)
@@ -61,6 +70,8 @@ async def benchmark(settings: Settings, cases: Sequence[Case], out: Path, config
             print_steps(results.steps)
     results.seconds = time.perf_counter() - began
     write(results, out)
+    if record:
+        write_section("async_vs_sync", f"{provenance(load[0])}\n\n{as_markdown(results)}")
     print(f"{results.seconds:.0f} s; {out}/report.html, results.json and pictures")
 
 
@@ -74,6 +85,7 @@ def main() -> None:
     parser.add_argument("config", nargs="?", default="cpu")
     parser.add_argument("--out", type=Path, default=Path("build/async_vs_sync"))
     parser.add_argument("--full", action="store_true", help="with the cases under `full`")
+    parser.add_argument("--record", action="store_true", help="write the section in RESULTS.md")
     arguments = parser.parse_args()
     out, name = arguments.out, arguments.config
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
@@ -87,7 +99,7 @@ def main() -> None:
     except ConfigError as error:
         parser.exit(2, f"minirl: {error}\n")
     run_command(
-        partial(benchmark, settings, cases, out),
+        partial(benchmark, settings, cases, out, arguments.record),
         [str(run)],
         usage=str(__doc__),
     )

@@ -21,6 +21,7 @@ from benchmarks.async_vs_sync.settings import Settings
 from benchmarks.async_vs_sync.steps import StepsResult
 from benchmarks.async_vs_sync.timeline import CAUSES
 from benchmarks.measure import machine
+from benchmarks.results import table
 
 LITERATURE = (
     "For eight conversations the literature has serial 5.6 s and 28.6 % busy, async 1.0 s and "
@@ -170,8 +171,20 @@ def print_case(case: CaseResult) -> None:
 
 def print_steps(steps: StepsResult) -> None:
     """In the terminal."""
-    title = f"whole steps, {steps.workload}, {steps.conversations} conversations"
-    _print_table(title, step_table(steps))
+    _print_table(step_title(steps), step_table(steps))
+
+
+def step_title(steps: StepsResult) -> str:
+    """What was measured."""
+    return f"whole steps, {steps.workload}, {steps.conversations} conversations"
+
+
+def as_markdown(results: Results) -> str:
+    """The tables, for RESULTS.md."""
+    tables = [(case_title(case), case_table(case)) for case in results.cases]
+    if results.steps:
+        tables.append((step_title(results.steps), step_table(results.steps)))
+    return "\n\n".join(f"{title}\n\n{table(rows[0], rows[1:])}" for title, rows in tables)
 
 
 def _print_table(title: str, table: Sequence[Sequence[str]]) -> None:
@@ -227,9 +240,9 @@ def page(results: Results, pictures: dict[str, Figure]) -> str:
     if "growth" in pictures:
         parts += ["<h2>Growth with the number of conversations</h2>", _svg(pictures["growth"])]
     if results.steps:
-        title = f"{results.steps.workload}, {results.steps.conversations} conversations"
+        title = step_title(results.steps)
         parts += [
-            f"<h2>Whole training steps: {html.escape(title)}</h2>",
+            f"<h2>{html.escape(title)}</h2>",
             _table(step_table(results.steps)),
             _svg(pictures["steps"]),
         ]
