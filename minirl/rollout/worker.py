@@ -26,7 +26,7 @@ from minirl.types import RewardRecord, Trajectory
 from minirl.waits import CONVERSATION, WAITS
 
 LAG_INTERVAL_S = 0.05
-NUM_YOUNG = 20_000
+NUM_YOUNG = 100_000
 """New objects after which the garbage collector looks at them; Python's own number is 700."""
 
 
