@@ -360,7 +360,7 @@ async def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = make_model(loaded, folder)
     config = load_config([str(write_run(loaded, folder, model, folder / "rows.jsonl"))])
     try:
-        await benchmark(loaded, loaded.cases, folder, config)
+        await benchmark(loaded, loaded.cases, folder, False, config)
     finally:
         SOCKETS.remove()
     return folder

@@ -276,8 +276,9 @@ def test_an_engine_that_is_stopped_ends_the_run_and_ends_with_it(project: Path) 
 
 def test_an_exception_on_rank_1_ends_every_rank(project: Path) -> None:
     training = Training(
-        project, "failing", "actor.policy_loss.loss_mode=planted:fails_on_rank_1", ranks=2
-    )
+        project, "failing", "actor.policy_loss.loss_mode=planted:fails_on_rank_1",
+        "rollout.name=transformers", ranks=2,
+    )  # fmt: skip
     processes = training.wait_for_step(0)
     printed = training.output()
     assert reasons(printed) == ["minirl: rank 1: FloatingPointError: planted on rank 1"]

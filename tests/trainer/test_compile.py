@@ -51,17 +51,3 @@ def test_the_same_updates_and_no_graph_for_other_lengths(folder, monkeypatch):
     for (old, metrics), (their_old, their_metrics) in zip(*results.values(), strict=True):
         torch.testing.assert_close(their_old, old, atol=1e-4, rtol=1e-4)
         assert their_metrics == pytest.approx(metrics, rel=1e-3, abs=1e-5)
-
-
-def test_the_compilers_own_graphs_give_the_same_log_probabilities(folder):
-    """Forward only."""
-    results = []
-    torch._dynamo.reset()
-    for on in (False, True):
-        config = make_config(folder)
-        config = replace(config, model=replace(config.model, compile=on))
-        with alone(config) as world:
-            before = num_graphs()
-            results.append(PolicyTrainer(config, world).compute_logprobs(make_batch()))
-            assert (num_graphs() > before) == on
-    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
