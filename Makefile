@@ -22,9 +22,9 @@ endif
 	$(UV) install --quiet --compile-bytecode --editable ".[$(BUILD),dev]"
 	@touch $@
 
-# Three processes, a file in one of them, since tests wait much; one where they would share a GPU.
+# Two processes, a file in one of them; one where they would share a GPU.
 test: setup
-	$(BIN)/python -m pytest $(if $(filter cpu,$(BUILD)),-n 3 --dist loadfile --no-loadscope-reorder)
+	$(BIN)/python -m pytest $(if $(filter cpu,$(BUILD)),-n 2 --dist loadfile --no-loadscope-reorder)
 
 demo: setup
 	$(BIN)/python -m examples.calculator.demo
