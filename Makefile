@@ -36,7 +36,7 @@ selftest: setup
 chaos: setup
 	$(BIN)/python -m benchmarks.chaos
 
-# At most 15 minutes on two idle cores; writes benchmarks/RESULTS.md.
+# For idle machines; writes benchmarks/RESULTS.md.
 bench: setup
 	$(BIN)/python -m benchmarks
 

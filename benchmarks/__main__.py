@@ -2,8 +2,7 @@
 
     python -m benchmarks [NAME ...]
 
-On two idle cores they take at most 15 minutes together. What fails is told in the end, and what is
-not installed is left out.
+For an idle machine. What fails is told in the end, and what is not installed is left out.
 """
 
 import argparse

@@ -1,12 +1,10 @@
 """Rows for the number game: python -m examples.guess_number.prepare --out build/guess_number"""
 
-import argparse
-import json
-from pathlib import Path
 from random import Random
 from typing import Any
 
 from examples.guess_number.user import LARGEST
+from examples.rows import write_splits
 
 QUESTION = (
     f"I think of a number from 1 to {LARGEST}. Guess it: say one number, I will tell you whether "
@@ -37,15 +35,7 @@ def make_rows(count: int, seed: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Write train.jsonl and val.jsonl."""
-    parser = argparse.ArgumentParser(description="rows for the number game")
-    parser.add_argument("--out", type=Path, default=Path("build/guess_number"))
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    for number, (split, count) in enumerate([("train", 2000), ("val", 100)]):
-        rows = make_rows(count, 2 * arguments.seed + number)
-        lines = [json.dumps(row) + "\n" for row in rows]
-        (arguments.out / f"{split}.jsonl").write_text("".join(lines))
+    write_splits(make_rows, "guess_number")
 
 
 if __name__ == "__main__":

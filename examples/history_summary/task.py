@@ -3,12 +3,10 @@
 python -m examples.history_summary.task --out build/history_summary
 """
 
-import argparse
-import json
-from pathlib import Path
 from random import Random
 from typing import Any
 
+from examples.rows import write_splits
 from minirl.tools import function_tool
 
 QUESTION = (
@@ -53,15 +51,7 @@ def make_rows(count: int, seed: int, num_pages: int = 12) -> list[dict[str, Any]
 
 def main() -> None:
     """Write train.jsonl and val.jsonl."""
-    parser = argparse.ArgumentParser(description="ledgers to add up")
-    parser.add_argument("--out", type=Path, default=Path("build/history_summary"))
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    for number, (split, count) in enumerate([("train", 2000), ("val", 100)]):
-        rows = make_rows(count, 2 * arguments.seed + number)
-        lines = [json.dumps(row) + "\n" for row in rows]
-        (arguments.out / f"{split}.jsonl").write_text("".join(lines))
+    write_splits(make_rows, "history_summary")
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ class ModelConfig:
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: a third more time, far less memory."""
     compile: bool = False
-    """torch.compile the decoder layers of the trainer, for any number of tokens: half a minute at
-    the start, then fewer passes over memory. Worth trying on a GPU."""
+    """torch.compile the decoder layers of the trainer, for any number of tokens. It takes time at
+    the start; what it gains has not been measured."""
     lora_rank: int = 0
     """Above 0, only a low-rank adapter of this rank is trained (LoRA, by the library peft); the
     engine gets the merged weights, and the model without it is the reference policy."""
