@@ -11,7 +11,12 @@ from minirl.algorithms import (
     rollout_correction,
 )
 from minirl.config import Config, ConfigError, RolloutConfig, require
-from minirl.credit import correction_options, estimator_options, make_kl_controller
+from minirl.credit import (
+    correction_options,
+    estimator_options,
+    make_kl_controller,
+    needs_old_logprobs,
+)
 from minirl.hints import load_hint
 from minirl.trainer.policy import loss_options
 
@@ -32,6 +37,8 @@ def check_algorithms(config: Config) -> None:
     _check_loss(config)
     _check_kl(config)
     _check_correction(config, needed)
+    _check_tail(config, needed)
+    _check_deterministic(config)
 
 
 def _check_sampling(rollout: RolloutConfig) -> None:
@@ -167,3 +174,34 @@ def _check_correction(config: Config, needed: Requirements) -> None:
         f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs the pass that it saves; "
         "write false",
     )
+
+
+def _check_tail(config: Config, needed: Requirements) -> None:
+    correction = config.algorithm.rollout_correction
+    for refused, reason in (
+        (not needs_old_logprobs(config), "one optimizer step on the whole batch needs no pass"),
+        (bool(correction and correction.bypass_mode), "bypass_mode needs no pass"),
+        ("logprob_stats" in needed.needs, "the estimator asks for more than log-probabilities"),
+        (config.algorithm.filter_groups is not None, "filter_groups may draw another batch"),
+        (config.actor.offload == "all", "actor.offload=all has the weights in host memory then"),
+    ):
+        require(
+            not (config.actor.logprobs_in_tail and refused),
+            "actor.logprobs_in_tail",
+            True,
+            f"{reason}; write false",
+        )
+
+
+def _check_deterministic(config: Config) -> None:
+    for key, value in (
+        ("rollout.over_sample_rate", config.rollout.over_sample_rate),
+        ("actor.logprobs_in_tail", config.actor.logprobs_in_tail),
+    ):
+        require(
+            not (config.trainer.deterministic and value),
+            key,
+            value,
+            "what ends first is then computed otherwise, so nothing can be repeated; leave it out, "
+            "or write trainer.deterministic=false",
+        )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from minirl.algorithms import (
     ADV_ESTIMATORS,
+    POLICY_LOSSES,
     AdvantageInputs,
     FixedKL,
     Segments,
@@ -51,6 +52,24 @@ def pack_groups(
 def estimator_needs(algorithm: AlgorithmConfig) -> tuple[str, ...]:
     """Fields of AdvantageInputs that the estimator asks for, beside the rewards."""
     return requirements(ADV_ESTIMATORS.find(algorithm.adv_estimator)).needs
+
+
+def needs_old_logprobs(config: Config) -> bool:
+    """Whether anything wants the policy's log-probabilities before its update.
+
+    If not, the forward pass of the only optimizer step gives them: with the weights of then.
+    """
+    actor, algorithm = config.actor, config.algorithm
+    loss = requirements(POLICY_LOSSES.find(actor.policy_loss.loss_mode))
+    return bool(
+        actor.ppo_epochs > 1
+        or config.mini_batch_size < config.data.train_batch_size
+        or config.trainer.critic_warmup
+        or loss.whole_batch
+        or algorithm.rollout_correction
+        or algorithm.use_kl_in_reward
+        or {"logprobs", "logprob_stats", "hinted_logprobs"} & set(estimator_needs(algorithm))
+    )
 
 
 def estimator_options(algorithm: AlgorithmConfig) -> dict[str, object]:

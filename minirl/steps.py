@@ -47,6 +47,10 @@ class Steps:
         self._progress = Progress(run, record)
         self._is_replay = record is not None
         self._needs = credit.estimator_needs(run.config.algorithm)
+        self.needs_old_logprobs = credit.needs_old_logprobs(run.config)
+        """If not, `update_actor` has them without a pass of their own."""
+        self._in_tail: dict[int, Tensor] = {}
+        """By id of a trajectory of this step, on rank 0: log-probabilities that are known."""
         self._metrics = Metrics()
         self._stack = ExitStack()
         self._records: Records | None = None
@@ -95,6 +99,7 @@ class Steps:
             self._groups: list[Group] = []
             self.trajectories = []
             self._bad_sequences: set[int] = set()
+            self._in_tail.clear()
             yield self.number
 
     @contextmanager
@@ -126,6 +131,8 @@ class Steps:
     async def assemble(self, groups: list[Group]) -> MicroBatch:
         """The trajectories that train, by group, packed and on every rank."""
         batch = credit.pack_groups(groups, self._config) if self._run.inputs else None
+        if batch and self._in_tail:
+            batch.old_logprobs = self._known_logprobs(groups, batch)
         return await self._run.on_trainer(self._run.world.broadcast_batch, batch)
 
     async def compute_logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
@@ -136,7 +143,13 @@ class Steps:
             return batch.rollout_logprobs, None
         if "logprob_stats" in self._needs:
             return await self._run.on_trainer(policy.compute_logprobs_and_stats, batch)
-        return await self._run.on_trainer(policy.compute_logprobs, batch), None
+        if (known := batch.old_logprobs) is None:
+            return await self._run.on_trainer(policy.compute_logprobs, batch), None
+        unknown = batch.sequence_ids[known.isnan()].unique().tolist()
+        if unknown:
+            rest = await self._run.on_trainer(policy.compute_logprobs, batch.select(unknown))
+            known[packing.token_places(batch, unknown)] = rest
+        return known, None
 
     async def compute_ref_logprobs(self, batch: MicroBatch) -> Tensor:
         """The reference policy's log-probabilities [N]."""
@@ -185,6 +198,10 @@ class Steps:
     async def update_actor(self, batch: MicroBatch) -> None:
         """The policy's gradient steps."""
         await self._update(self._run.policy, batch)
+        if not self.needs_old_logprobs:
+            if batch.old_logprobs is None:  # nothing was applied
+                batch.old_logprobs, _ = await self.compute_logprobs(batch)
+            self.correct_mismatch(batch)
 
     async def update_weights(self) -> None:
         """The policy's weights into the engines, with proof."""
@@ -273,20 +290,27 @@ class Steps:
         limit = filtering.max_num_gen_batches if filtering else 1
         missing = len(self._groups) < self._config.data.train_batch_size
         wanted = self._run.manager is not None and missing and (not limit or num_batches < limit)
-        if self._run.reward_model is None:
+        if self._run.reward_model is None and not self._config.actor.logprobs_in_tail:
             return wanted
         [ranks] = await self._run.on_trainer(self._run.world.sum_floats, [float(wanted)])
         return ranks > 0
 
     async def _generate_batch(self) -> list[Group]:
         """One batch of prompts; the groups that are left of it."""
+        in_tail = self._logprobs_in_tail if self._config.actor.logprobs_in_tail else None
         if self._run.manager is None:
+            if in_tail:
+                await in_tail([])
             await self._score([])
             return []
         prompts = self._progress.loader.next_batch()
         needs_greedy = "greedy_rewards" in self._needs
         trajectories = await self._run.manager.generate_sequences(
-            prompts, step=self.number, greedy=needs_greedy, journal=self._progress.journal
+            prompts,
+            step=self.number,
+            greedy=needs_greedy,
+            journal=self._progress.journal,
+            in_tail=in_tail,
         )
         await self._score(trajectories)
         self.trajectories += trajectories
@@ -299,6 +323,31 @@ class Steps:
         )
         filtering = self._config.algorithm.filter_groups
         return varied_groups(groups, filtering.metric) if filtering else groups
+
+    async def _logprobs_in_tail(self, trajectories: list[Trajectory]) -> None:
+        """Those of what has ended; every rank calls it, in the rollout."""
+        ended = [t for t in trajectories if t.error is None]
+        batch = None
+        if self._run.inputs:
+            rewards = [[0.0] * len(t.response_ids) for t in ended]
+            batch = packing.pack(ended, rewards, list(range(len(ended))))
+        batch = await self._run.on_trainer(self._run.world.broadcast_batch, batch)
+        logprobs = await self._run.on_trainer(self._run.policy.compute_logprobs, batch)
+        if self._run.inputs:
+            parts = logprobs.split(batch.lengths.tolist())
+            self._in_tail = {id(t): part for t, part in zip(ended, parts, strict=True)}
+
+    def _known_logprobs(self, groups: list[Group], batch: MicroBatch) -> Tensor:
+        """Of the packed groups [N]; nan in sequences of which they are not known."""
+        members = [t for group in groups for t in group.trajectories]
+        parts = [
+            self._in_tail.get(id(t), torch.full((length,), torch.nan))
+            for t, length in zip(members, batch.lengths.tolist(), strict=True)
+        ]
+        known = torch.cat(parts) * batch.response_mask
+        share = 1 - float(known.isnan().sum()) / max(1, batch.num_tokens)
+        self._metrics.add("training/logprobs_in_tail", share, reduce="last")
+        return known
 
     async def _score(self, trajectories: list[Trajectory]) -> None:
         """The reward model's part of the rewards, on every rank."""

@@ -32,8 +32,9 @@ async def train(run: Run, record: Record | None = None) -> None:
                 groups = await steps.generate()
             with steps.timed("reward"):
                 batch = await steps.assemble(groups)
-            with steps.timed("old_log_prob"):
-                batch.old_logprobs, batch.logprob_stats = await steps.compute_logprobs(batch)
+            if steps.needs_old_logprobs:
+                with steps.timed("old_log_prob"):
+                    batch.old_logprobs, batch.logprob_stats = await steps.compute_logprobs(batch)
             if run.reference:
                 with steps.timed("ref"):
                     batch.ref_logprobs = await steps.compute_ref_logprobs(batch)
@@ -44,7 +45,8 @@ async def train(run: Run, record: Record | None = None) -> None:
                 with steps.timed("hints"):
                     batch.hinted_logprobs = await steps.compute_hinted_logprobs(batch)
             with steps.timed("adv"):
-                steps.correct_mismatch(batch)
+                if steps.needs_old_logprobs:
+                    steps.correct_mismatch(batch)
                 steps.penalize_kl(batch)
                 batch.advantages, batch.returns = await steps.compute_advantages(batch)
             if run.critic:

@@ -22,6 +22,7 @@ from benchmarks.async_vs_sync.__main__ import benchmark
 from benchmarks.async_vs_sync.bound import EngineSpeed, bound, greedy
 from benchmarks.async_vs_sync.settings import (
     FOLDER,
+    STEP_ARMS,
     check_lengths,
     load_settings,
     load_workload,
@@ -352,7 +353,7 @@ async def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "modes": ["async"],
             },
         ],
-        "steps": {"workload": f"{folder}/short.yaml", "prompts": 2, "modes": ["sync", "async"]},
+        "steps": {"workload": f"{folder}/short.yaml", "prompts": 2, "arms": STEP_ARMS[1:]},
     }
     (folder / "mine.yaml").write_text(yaml.safe_dump(given))
     loaded = load_settings(folder / "mine.yaml")
@@ -394,7 +395,7 @@ def test_all_modes_are_measured_and_the_causes_add_up(measured: Path) -> None:
 
 def test_steps_are_measured_whole(measured: Path) -> None:
     steps = json.loads((measured / "results.json").read_text())["steps"]
-    assert steps["conversations"] == 4 and list(steps["figures"]) == ["sync", "async"]
+    assert steps["conversations"] == 4 and list(steps["figures"]) == STEP_ARMS[1:]
     for mode, rows in steps["figures"].items():
         assert len(rows) == 2
         for row in rows:

@@ -55,6 +55,24 @@ REFUSED = [
     ("rollout.top_k=5", r"rollout\.top_k: got 5; .*rollout\.allow_truncated_sampling=true"),
     ("rollout.min_p=0.1", r"rollout\.min_p: got 0\.1; .*rollout\.allow_truncated_sampling=true"),
     ("reward.overlong_buffer.len=5000", r"reward\.overlong_buffer\.len: got 5000; at most"),
+    ("actor.logprobs_in_tail=true", r"actor\.logprobs_in_tail: got True; one optimizer step"),
+    (
+        "actor.logprobs_in_tail=true & actor.ppo_epochs=2 & algorithm.filter_groups={}",
+        r"actor\.logprobs_in_tail: got True; filter_groups may draw",
+    ),
+    (
+        "actor.logprobs_in_tail=true & actor.ppo_epochs=2 & actor.offload=all",
+        r"actor\.logprobs_in_tail: got True; actor\.offload=all",
+    ),
+    (
+        "actor.logprobs_in_tail=true & actor.ppo_epochs=2 & trainer.deterministic=true",
+        r"actor\.logprobs_in_tail: got True; what ends first",
+    ),
+    (
+        "rollout.over_sample_rate=0.5 & trainer.deterministic=true",
+        r"rollout\.over_sample_rate: got 0\.5; what ends first",
+    ),
+    ("rollout.over_sample_rate=-1", r"rollout\.over_sample_rate: got -1\.0; >= 0"),
     ("trainer.max_bad_steps=0", r"trainer\.max_bad_steps: got 0; must be greater than 0"),
 ]
 

@@ -133,7 +133,10 @@ def test_a_wrong_type_names_key_value_and_what_is_allowed(override: str, message
         (["actor.use_kl_loss=true"], "ref: got null, but actor.use_kl_loss=true needs"),
         (["actor.ppo_mini_batch_size=5"], "got 5; must divide data.train_batch_size=64"),
         (["model.path=''"], "model.path: got ''; name a model folder"),
-        (["data.max_prompt_length=8", "rollout.response_length=8"], "probe_length: got 32; three"),
+        (
+            ["data.max_prompt_length=8", "rollout.response_length=8"],
+            "probe_length: got 32; fewer than",
+        ),
     ],
 )
 def test_a_contradiction_names_its_remedy(overrides: list[str], message: str) -> None:

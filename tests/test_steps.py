@@ -1,12 +1,15 @@
+import asyncio
 import json
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from scripted_run import SeededEngine, make_config, make_project, scripted_run
 
+from minirl import credit
 from minirl.config import Config
 from minirl.rollout.manager import TooManyFailuresError
 from minirl.steps import Steps
@@ -14,6 +17,7 @@ from minirl.tracking import read_metrics
 from minirl.train import train
 from minirl.trainer import checkpoint_folder
 from minirl.trainer.checkpoint import CheckpointError
+from minirl.types import TokenOutput, Trajectory
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -44,7 +48,7 @@ def trajectories_of(config: Config, step: int, split: str) -> list[dict[str, Any
 async def test_a_run_from_rows_to_weights(project: Path) -> None:
     config = make_config(
         project, "whole", f"data.val_files=[{project}/rows.jsonl]", "trainer.test_freq=2",
-        "trainer.save_freq=2", "ref={}", "actor.use_kl_loss=true",
+        "trainer.save_freq=2", "ref={}", "actor.use_kl_loss=true", "actor.ppo_mini_batch_size=2",
     )  # fmt: skip
     rows = await run_training(config)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -63,6 +67,92 @@ async def test_a_run_from_rows_to_weights(project: Path) -> None:
     saved = sorted(p.name for p in (config.trainer.run_dir / "checkpoints").glob("step_*"))
     assert saved == ["step_000002", "step_000003"]
     assert sum(row.get("checkpoint/write_s", 0) > 0 for row in rows) in (1, 2)  # 3 may tell of 2
+
+
+async def test_one_optimizer_step_needs_no_pass_for_old_logprobs(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own forward pass gives the same: in the loss, in the metrics, in what is recorded."""
+    runs = {}
+    for name in ("without", "with"):
+        config = make_config(project, f"{name}_pass")
+        if name == "with":
+            monkeypatch.setattr(credit, "needs_old_logprobs", lambda config: True)
+        rows = await run_training(config)
+        recorded = [t["old_logprobs"] for t in trajectories_of(config, 3, "train")]
+        assert all(row["training/rollout_probs_diff_max"] > 0 for row in rows[1:])
+        assert {"timing_s/old_log_prob" in row for row in rows[1:]} == {name == "with"}
+        runs[name] = rows, recorded
+    (rows, recorded), (their_rows, their_recorded) = runs.values()
+    for row, theirs in zip(rows, their_rows, strict=True):
+        same = {
+            k for k in theirs if k.startswith(("actor/", "critic/", "training/", "rollout_corr/"))
+        }
+        assert {k: row[k] for k in same} == pytest.approx({k: theirs[k] for k in same}, abs=1e-5)
+    for mine, others in zip(recorded, their_recorded, strict=True):
+        assert mine == pytest.approx(others, abs=1e-5)
+
+
+class SlowestLast(SeededEngine):
+    """The last conversations of a step end when the log-probabilities of the others are known."""
+
+    known: ClassVar[dict[int, asyncio.Event]] = defaultdict(asyncio.Event)  # by step
+    num_ended = 0
+
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        output = await super().generate(*args, **kwargs)
+        step, number = divmod(self.num_ended, 12)  # 4 prompts, 3 samples each
+        self.num_ended += 1
+        if number >= 9:
+            await self.known[step + 1].wait()
+        return output
+
+
+async def test_logprobs_in_the_tail_of_the_rollout(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = Steps._logprobs_in_tail
+
+    async def then_end(self: Steps, trajectories: list[Trajectory]) -> None:
+        assert len(trajectories) == 9
+        await early(self, trajectories)
+        SlowestLast.known[self.number].set()
+
+    monkeypatch.setattr(Steps, "_logprobs_in_tail", then_end)
+    runs = []
+    for in_tail in (True, False):
+        name = "test_steps:SlowestLast" if in_tail else "scripted_run:SeededEngine"
+        config = make_config(
+            project, f"in_tail_{in_tail}", f"rollout.name={name}", "actor.ppo_mini_batch_size=2",
+            f"actor.logprobs_in_tail={in_tail}", "data.val_files=[]",
+        )  # fmt: skip
+        rows = await asyncio.wait_for(run_training(config), 300)
+        recorded = [t["old_logprobs"] for t in trajectories_of(config, 3, "train")]
+        runs.append((rows, recorded))
+    (rows, recorded), (their_rows, their_recorded) = runs
+    assert all(0.6 < row["training/logprobs_in_tail"] < 0.9 for row in rows[1:])
+    for row, theirs in zip(rows, their_rows, strict=True):
+        same = {k for k in theirs if k.startswith(("actor/", "critic/", "training/"))}
+        assert {k: row[k] for k in same} == pytest.approx({k: theirs[k] for k in same}, abs=1e-5)
+    for mine, others in zip(recorded, their_recorded, strict=True):
+        assert mine == pytest.approx(others, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("actor.ppo_epochs=2",),
+        ("actor.ppo_mini_batch_size=2",),
+        ("actor.policy_loss.loss_mode=clip_cov",),
+        ("algorithm.rollout_correction={}",),
+        ("algorithm.use_kl_in_reward=true", "ref={}"),
+        ("algorithm.adv_estimator=optimal_token_baseline",),
+        ("critic={}", "algorithm.adv_estimator=gae", "trainer.critic_warmup=1"),
+    ],
+)
+def test_what_needs_a_pass_for_old_logprobs(project: Path, settings: tuple[str, ...]) -> None:
+    assert credit.needs_old_logprobs(make_config(project, "needs", *settings))
+    assert not credit.needs_old_logprobs(make_config(project, "needs"))
 
 
 async def test_a_write_that_fails_ends_the_run(

@@ -175,7 +175,7 @@ def test_a_run_leaves_what_it_promises(undisturbed: Training) -> None:
     rows = read_metrics(run_dir)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     names = set(rows[-1])
-    parts = "gen reward old_log_prob ref adv update_actor update_weights testing save_checkpoint"
+    parts = "gen reward ref adv update_actor update_weights testing save_checkpoint"
     assert {f"timing_s/{part}" for part in parts.split()} <= names
     assert {"actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "critic/score/mean"} <= names
     assert {f"val-core/letters/acc/{kind}@2" for kind in ("mean", "pass", "maj")} <= names

@@ -39,7 +39,7 @@ from benchmarks.async_vs_sync.settings import (
     make_model,
     write_run,
 )
-from benchmarks.async_vs_sync.steps import measure_steps, write_rows
+from benchmarks.async_vs_sync.steps import measure_steps, step_arms, write_rows
 from benchmarks.results import provenance, write_section
 from minirl.config import Config, ConfigError
 from minirl.launch import run_command
@@ -65,7 +65,7 @@ async def benchmark(
                 results.cases.append(result)
                 print_case(result)
         if settings.steps:
-            in_steps = {m: Arm(config, run.inputs, client, m, device) for m in settings.steps.modes}
+            in_steps = step_arms(config, run.inputs, client, device, settings.steps)
             results.steps = await measure_steps(run, in_steps, settings)
             print_steps(results.steps)
     results.seconds = time.perf_counter() - began

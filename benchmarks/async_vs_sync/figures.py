@@ -53,7 +53,7 @@ def _draw_conversations(ax: Axes, rollout: Rollout) -> None:
     ax.set_yticks([])
     number = len(rollout.conversations)
     shown = f"{len(chosen)} of {number}" if len(chosen) < number else f"{number}"
-    title = f"{rollout.mode}: {rollout.seconds:.2f} s, {shown} conversations"
+    title = f"{rollout.arm}: {rollout.seconds:.2f} s, {shown} conversations"
     ax.set_title(title, loc="left", fontsize=10)
     ax.tick_params(bottom=False)
     ax.spines[["top", "right", "left", "bottom"]].set_visible(False)

@@ -31,7 +31,7 @@ LITERATURE = (
 HEADINGS = ("mode", "seconds", "tokens/s", "busy", "in engine", "of bound", "of greedy")
 HEADINGS += ("x async", "cores", "GPU")
 MIDDLE = ("tokens_per_s", "engine_busy_fraction", "running_mean", "driver_cores", "engine_cores")
-STEP_HEADINGS = ("mode", "seconds", "of them rollout", "busy", "x async")
+STEP_HEADINGS = ("arm", "seconds", "of them rollout", "busy", "x async")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem;
        color: #222; background: #fff }

@@ -56,7 +56,7 @@ class Turnstile:
 class Rollout:
     """One rollout, measured; times by time.perf_counter()."""
 
-    mode: str
+    arm: str
     start: float
     end: float
     trajectories: list[Trajectory]
@@ -93,9 +93,16 @@ class Arm:
     """Rollouts by one mode, made of what a run makes them of."""
 
     def __init__(
-        self, config: Config, parts: AgentParts, client: ServerClient, mode: str, device: Device
+        self,
+        config: Config,
+        parts: AgentParts,
+        client: ServerClient,
+        mode: str,
+        device: Device,
+        *,
+        name: str | None = None,
     ) -> None:
-        self.mode = mode
+        self.mode, self.name = mode, name or mode
         self._config, self._client, self._device = config, client, device
         router = make_router(config.rollout.agent, [client])
         pace = MODES.find(mode)(router)
@@ -113,7 +120,7 @@ class Arm:
         # only a barrier holds turns back; else the span is the way to the engine
         held = dict(self._turnstile.held) if self.mode == "sync" else {}
         return Rollout(
-            mode=self.mode,
+            arm=self.name,
             start=start,
             end=end,
             trajectories=trajectories,

@@ -18,6 +18,8 @@ from minirl.testing import byte_tokenizer, tiny_model
 
 FOLDER = Path(__file__).parent
 MODES_IN_TURN = ["serial", "sync", "async"]
+STEP_ARMS = [*MODES_IN_TURN, "over_sampled", "in_tail"]
+"""Of whole steps: the modes, and async with rollout.over_sample_rate or actor.logprobs_in_tail."""
 TEMPLATE_TOKENS = 48
 """Per turn, more than the chat template and a tool's error message add to what is planned."""
 
@@ -52,13 +54,14 @@ class Case:
 
 @dataclass(kw_only=True)
 class WholeSteps:
-    """Training steps over a workload, all in one run, their rollouts by each mode in turn."""
+    """Training steps over a workload, all in one run, by each arm in turn."""
 
     workload: str = "search"
     """Its lengths are tokens, not seconds."""
     prompts: int = 4
     """Per step; each is sampled rollout.n times."""
-    modes: list[str] = field(default_factory=lambda: list(MODES_IN_TURN))
+    arms: list[str] = field(default_factory=lambda: list(STEP_ARMS))
+    over_sample_rate: float = 0.25
     latency_scale: float = 1.0
 
 
@@ -99,9 +102,12 @@ def load_settings(path: Path) -> Settings:
 
 def _check_case(case: Case | WholeSteps, place: str) -> None:
     key = f"{place}: {case.workload}"
-    require(bool(case.modes), f"{key}: modes", case.modes, f"of {', '.join(MODES_IN_TURN)}")
-    for mode in case.modes:
-        require(mode in MODES_IN_TURN, f"{key}: modes", mode, f"of {', '.join(MODES_IN_TURN)}")
+    of_steps = isinstance(case, WholeSteps)
+    name, known = ("arms", STEP_ARMS) if of_steps else ("modes", MODES_IN_TURN)
+    given = getattr(case, name)
+    require(bool(given), f"{key}: {name}", given, f"of {', '.join(known)}")
+    for arm in given:
+        require(arm in known, f"{key}: {name}", arm, f"of {', '.join(known)}")
     require(case.latency_scale >= 0, f"{key}: latency_scale", case.latency_scale, "0 or more")
     counts = case.conversations if isinstance(case, Case) else [case.prompts]
     require(min(counts, default=0) > 0, f"{key}: conversations", counts, "name one, or more")
@@ -131,10 +137,10 @@ def load_workload(name: str) -> Workload:
 
 
 def write_run(settings: Settings, folder: Path, model: Path, rows: Path) -> Path:
-    """The config of the run in `folder`, as a file: one step of training per repetition and mode of
+    """The config of the run in `folder`, as a file: one step of training per repetition and arm of
     `steps`, and one before them that is not counted."""
     steps = settings.steps
-    num_steps = 1 + settings.repetitions * len(steps.modes) if steps else 1
+    num_steps = 1 + settings.repetitions * len(steps.arms) if steps else 1
     given = {
         "model": {"path": str(model)},
         "data": {
@@ -142,6 +148,8 @@ def write_run(settings: Settings, folder: Path, model: Path, rows: Path) -> Path
             "train_batch_size": steps.prompts if steps else 1,
             "shuffle": False,
         },
+        # Two updates in a step, so that it has a pass for old log-probabilities; see steps.py.
+        "actor": {"ppo_epochs": 2, "logprobs_in_tail": bool(steps and "in_tail" in steps.arms)},
         "rollout": {
             "multi_turn": {
                 "tool_config_path": str(FOLDER / "tools.yaml"),

@@ -1,15 +1,19 @@
-"""Whole training steps, all in one run: rollouts by each mode in turn, the rest as ever."""
+"""Whole training steps, all in one run: rollouts by each arm in turn, the rest as ever."""
 
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.async_vs_sync.rollouts import Arm, Rollout
-from benchmarks.async_vs_sync.settings import Settings, WholeSteps, load_workload
+from benchmarks.async_vs_sync.sampling import Device
+from benchmarks.async_vs_sync.settings import MODES_IN_TURN, Settings, WholeSteps, load_workload
 from benchmarks.measure import ratios
+from minirl.config import Config
+from minirl.rollout.parts import AgentParts
+from minirl.rollout.server import ServerClient
 from minirl.run import Run
 from minirl.tracking import read_metrics
 from minirl.train import train
@@ -19,8 +23,11 @@ OUTSIDE = ("step", "gen", "update_weights")
 """Phases that are not the trainer's alone."""
 
 
-class ModesInTurn:
-    """The manager of a run whose steps roll out by one arm after another; keeps the rollouts."""
+class ArmsInTurn:
+    """The manager of a run whose steps roll out by one arm after another; keeps the rollouts.
+
+    The run has actor.logprobs_in_tail if any arm has it; the others do not begin that early.
+    """
 
     def __init__(self, arms: Sequence[Arm]) -> None:
         self._arms = arms
@@ -40,6 +47,8 @@ class ModesInTurn:
     ) -> list[Trajectory]:
         """See AgentLoopManager."""
         arm = self._arms[len(self.rollouts) % len(self._arms)]
+        if arm.name != "in_tail":
+            options["in_tail"] = None
         self.rollouts.append(await arm.rollout(prompts, **options))
         return self.rollouts[-1].trajectories
 
@@ -54,16 +63,16 @@ class ModesInTurn:
 
 @dataclass(kw_only=True)
 class StepsResult:
-    """Of every mode, what its steps took; lists have an entry per repetition."""
+    """Of every arm, what its steps took; lists have an entry per repetition."""
 
     workload: str
     conversations: int
     figures: dict[str, list[dict[str, Any]]]
 
-    def against_async(self, mode: str) -> list[float]:
+    def against_async(self, arm: str) -> list[float]:
         """How many times as long a step takes, round by round."""
-        seconds = {m: [f["seconds"] for f in self.figures[m]] for m in (mode, "async")}
-        return ratios(seconds, mode, "async")
+        seconds = {a: [f["seconds"] for f in self.figures[a]] for a in (arm, "async")}
+        return ratios(seconds, arm, "async")
 
 
 def write_rows(settings: Settings, path: Path) -> None:
@@ -76,17 +85,29 @@ def write_rows(settings: Settings, path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-async def measure_steps(run: Run, arms: dict[str, Arm], settings: Settings) -> StepsResult:
-    """Train; the first step, by the last of the modes, warms up."""
+def step_arms(
+    config: Config, parts: AgentParts, client: ServerClient, device: Device, steps: WholeSteps
+) -> list[Arm]:
+    """By `steps.arms`."""
+    more = replace(config.rollout, over_sample_rate=steps.over_sample_rate)
+    configs = {"over_sampled": replace(config, rollout=more)}
+    modes = {arm: arm if arm in MODES_IN_TURN else "async" for arm in steps.arms}
+    return [
+        Arm(configs.get(arm, config), parts, client, mode, device, name=arm)
+        for arm, mode in modes.items()
+    ]
+
+
+async def measure_steps(run: Run, arms: Sequence[Arm], settings: Settings) -> StepsResult:
+    """Train; the first step, by the last of the arms, warms up."""
     assert settings.steps
-    modes = settings.steps.modes
-    in_turn = ModesInTurn([arms[modes[-1]], *(arms[m] for m in modes * settings.repetitions)])
+    in_turn = ArmsInTurn([arms[-1], *(list(arms) * settings.repetitions)])
     run.manager = in_turn  # type: ignore[assignment]
     await train(run)
     rows = [row for row in read_metrics(run.config.trainer.run_dir) if row["step"] > 1]
     figures: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for rollout, row in zip(in_turn.rollouts[1:], rows, strict=True):
-        figures[rollout.mode].append(step_figures(rollout, row))
+        figures[rollout.arm].append(step_figures(rollout, row))
     return StepsResult(
         workload=load_workload(settings.steps.workload).name,
         conversations=len(in_turn.rollouts[0].conversations),

@@ -137,6 +137,9 @@ class ActorConfig:
     grad_clip: float = 1.0
     """Largest norm of the gradient."""
     optim: OptimConfig = field(default_factory=OptimConfig)
+    logprobs_in_tail: bool = False
+    """Compute the log-probabilities of what has ended when a quarter of a rollout's conversations
+    is left, while these go on: the device has to hold the engine's memory and the trainer's."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """What is kept in host memory while the trainer does not compute with it, of policy, critic and
     reference: the optimizer's moments (8 bytes per parameter), or the weights (4 bytes) too."""

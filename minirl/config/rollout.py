@@ -119,7 +119,7 @@ class SyncCheckConfig:
     max_logprob_diff: float = 0.02
     """Largest mean |difference| of log-probabilities on the probe; 1e-4 is right for float32."""
     probe_length: int = 32
-    """Tokens that the engine samples; the prompt is twice as long, to fill blocks of its cache."""
+    """Tokens that the engine samples."""
 
     def __post_init__(self) -> None:
         positive("rollout.sync_check", self, "max_logprob_diff", "probe_length")
@@ -163,6 +163,9 @@ class RolloutConfig:
     """async; or, to compare with, sync (a barrier at every turn) or serial (one after another)."""
     n: int = 8
     """Trajectories per prompt: the group of GRPO."""
+    over_sample_rate: float = 0.0
+    """Share of further samples that are begun of each prompt; when `n` of them have ended, the
+    others are aborted. No waiting for the slowest, but long conversations train less often."""
     temperature: float = 1.0
     """Of training samples; the trainer's log-probabilities use the same."""
     top_p: float = 1.0
@@ -229,6 +232,9 @@ class RolloutConfig:
         require(self.top_k == -1 or self.top_k > 0, "rollout.top_k", self.top_k, "> 0, or -1")
         require(0 <= self.min_p < 1, "rollout.min_p", self.min_p, "0 <= min_p < 1")
         share("rollout", self, "max_failure_fraction")
+        require(
+            self.over_sample_rate >= 0, "rollout.over_sample_rate", self.over_sample_rate, ">= 0"
+        )
         require(self.max_retries >= 0, "rollout.max_retries", self.max_retries, "0 or more")
         require(
             self.mode == "async" or self.agent.num_workers == 0,

@@ -35,10 +35,10 @@ class Config:
                 raise ConfigError(f"ref: got null, but {remedy}")
         if check := self.rollout.sync_check:
             require(
-                3 * check.probe_length < self.max_model_len,
+                check.probe_length < self.max_model_len,
                 "rollout.sync_check.probe_length",
                 check.probe_length,
-                f"three times as many tokens must fit into the {self.max_model_len} of the engine",
+                f"fewer than the {self.max_model_len} tokens that the engine holds",
             )
         sizes = {"actor": self.mini_batch_size}
         if self.critic:

@@ -4,9 +4,11 @@ trajectories = await manager.generate_sequences(prompts, step=7)
 """
 
 import asyncio
+import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from minirl.agent_loop import derive_seed
@@ -40,12 +42,15 @@ class AgentLoopManager:
         validate: bool = False,
         greedy: bool = False,
         journal: Journal | None = None,
+        in_tail: Callable[[list[Trajectory]], Awaitable[None]] | None = None,
     ) -> list[Trajectory]:
         """Every prompt's trajectories, in the order of the prompts and of their sample index.
 
         Each prompt is sampled `rollout.n` times, or `rollout.val_kwargs.n` times to validate; with
-        `greedy` once more beside those, without randomness, as the sample GREEDY. What `journal`
-        holds is not sampled again, and what is sampled counts when it is written there.
+        `greedy` once more beside those, without randomness, as the sample GREEDY. The samples that
+        rollout.over_sample_rate adds race with the others of their prompt. What `journal` holds is
+        not sampled again, and what is sampled counts when it is written there. `in_tail` is called
+        with what has ended when at most a quarter of the conversations is left.
 
         Raises:
             TooManyFailuresError: more failed than `rollout.max_failure_fraction`.
@@ -53,19 +58,31 @@ class AgentLoopManager:
         """
         busy_before = [(await server.stats()).busy_s for server in self._servers]
         requests = self._requests(prompts, step, validate, greedy)
-        known = [journal.find(request) if journal else None for request in requests]
-        await self._workers.begin(known.count(None))
+        by_row = {id(row): Race(self._sampling(validate).n) for row in prompts}
+        races = [Race(1) if r.sample_index == GREEDY else by_row[id(r.row)] for r in requests]
+        results: dict[int, list[Trajectory]] = {}
+        for i, request in enumerate(requests):
+            if journal and (known := journal.find(request)) is not None:
+                results[i] = known
+                races[i].finish(known)
+        missing = [i for i, race in enumerate(races) if i not in results and not race.is_over]
+        await self._workers.begin(len(missing))
         started = time.perf_counter()
         async with loop_lag() as lag, asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(self._run(request, journal)) if found is None else found
-                for request, found in zip(requests, known, strict=True)
-            ]
+            running = {
+                i: tasks.create_task(self._run(requests[i], races[i], journal)) for i in missing
+            }
+            if in_tail:
+                await _quarter_left(running.values())
+                await in_tail(_ended(results, running))
         seconds = time.perf_counter() - started
-        results = [task.result() if isinstance(task, asyncio.Task) else task for task in running]
-        trajectories = [trajectory for result in results for trajectory in result]
+        trajectories = _ended(results, running)
         busy = [(await server.stats()).busy_s for server in self._servers]
         self.metrics = _rollout_metrics(await self._workers.end(), seconds, max(lag))
+        num_aborted = sum(task.cancelled() for task in running.values())
+        self.metrics["rollout/num_aborted"] = (
+            num_aborted + len(requests) - len(results) - len(running)
+        )
         self.metrics["rollout/engine_busy_fraction"] = (sum(busy) - sum(busy_before)) / (
             seconds * len(busy)
         )
@@ -85,9 +102,10 @@ class AgentLoopManager:
     def _requests(
         self, prompts: list[dict[str, Any]], step: int, validate: bool, greedy: bool
     ) -> list[SampleRequest]:
-        rollout, seed = self._config.rollout, self._config.trainer.seed
-        sampling = rollout.val_kwargs if validate else rollout
-        params = dict.fromkeys(range(sampling.n), _sampling_params(sampling))
+        seed, sampling = self._config.trainer.seed, self._sampling(validate)
+        more = 0.0 if validate else self._config.rollout.over_sample_rate
+        number = math.ceil(sampling.n * (1 + more))
+        params = dict.fromkeys(range(number), _sampling_params(sampling))
         if greedy:
             params[GREEDY] = {"temperature": 0.0}
         return [
@@ -101,8 +119,15 @@ class AgentLoopManager:
             for index in params
         ]
 
-    async def _run(self, request: SampleRequest, journal: Journal | None) -> list[Trajectory]:
-        trajectories = await self._workers.run(request)
+    def _sampling(self, validate: bool) -> SamplingConfig | RolloutConfig:
+        return self._config.rollout.val_kwargs if validate else self._config.rollout
+
+    async def _run(
+        self, request: SampleRequest, race: "Race", journal: Journal | None
+    ) -> list[Trajectory]:
+        with race.running():
+            trajectories = await self._workers.run(request)
+        race.finish(trajectories)
         if journal:
             await journal.append(request, trajectories)
         return trajectories
@@ -120,6 +145,67 @@ class AgentLoopManager:
                 f"rollout.on_failure={rollout.on_failure} and rollout.max_failure_fraction="
                 f"{rollout.max_failure_fraction} allow; most often ({count} times):\n{example}"
             )
+
+
+async def _quarter_left(running: Collection[asyncio.Task[Any]]) -> None:
+    """Wait until no more of them run."""
+    ended, num_missing = asyncio.Event(), len(running) - len(running) // 4
+
+    def note(task: asyncio.Task[Any]) -> None:
+        nonlocal num_missing
+        num_missing -= 1
+        if num_missing == 0:
+            ended.set()
+
+    for task in running:
+        task.add_done_callback(note)
+    if running:
+        await ended.wait()
+
+
+def _ended(
+    known: Mapping[int, list[Trajectory]], running: Mapping[int, asyncio.Task[list[Trajectory]]]
+) -> list[Trajectory]:
+    """In the order of their requests; of tasks, those that have not been cancelled."""
+    done = {i: t.result() for i, t in running.items() if t.done() and not t.cancelled()}
+    results = {**known, **done}
+    return [trajectory for i in sorted(results) for trajectory in results[i]]
+
+
+class Race:
+    """Between the samples of a prompt: those that do not end among the first so many are aborted.
+
+    One that failed does not count, so a sample more makes up for it.
+    """
+
+    def __init__(self, num_wanted: int) -> None:
+        self._num_missing = num_wanted
+        self._running: set[asyncio.Task[Any]] = set()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether enough have ended."""
+        return self._num_missing == 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The current task takes part: it is cancelled when the race is over."""
+        task = asyncio.current_task()
+        assert task
+        self._running.add(task)
+        try:
+            yield
+        finally:
+            self._running.discard(task)
+
+    def finish(self, trajectories: list[Trajectory]) -> None:
+        """One has ended. CancelledError when that was too late, for user code that held it up."""
+        if self.is_over:
+            raise asyncio.CancelledError
+        self._num_missing -= all(t.error is None for t in trajectories)
+        if self.is_over:
+            for task in self._running:
+                task.cancel()
 
 
 def groups_for_training(

@@ -19,6 +19,10 @@ OnTrainer = Callable[..., Awaitable[Any]]
 """`await on_trainer(function, *arguments)` runs it in the thread of the collectives."""
 
 
+PROBE_PROMPT = 65
+"""Tokens before the probe, where the engine holds as many: they fill blocks of its cache."""
+
+
 class Weights(Protocol):
     """The trainer's weights, a bucket of full tensors at a time; every rank iterates."""
 
@@ -113,7 +117,8 @@ class WeightSync:
         assert check is not None
         length = check.probe_length
         numbers = random.Random(0)
-        prompt = [numbers.randrange(self._vocab_size) for _ in range(2 * length + 1)]
+        size = min(PROBE_PROMPT, self._config.max_model_len - length)
+        prompt = [numbers.randrange(self._vocab_size) for _ in range(size)]
         sampled, ours = await self._sample(prompt, length, seed)
         theirs = (await self._on_trainer(score, prompt + sampled))[len(prompt) :]
         if self._server is None:

@@ -38,7 +38,7 @@ class CriticTrainer(TrainedModel):
 
     def _loss(
         self, micro: MicroBatch, counts: dict[str, float], totals: Totals
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         assert micro.values is not None and micro.returns is not None
         values = token_values(self.model, micro)
         per_token, metrics = value_loss(
@@ -48,7 +48,7 @@ class CriticTrainer(TrainedModel):
         loss = aggregate(per_token, micro.response_mask, mode, sequence_ids=ids, **counts)
         totals.add_parts({"critic/vf_loss": loss})
         totals.add_tokens(metrics)
-        return loss, per_token
+        return loss, per_token, values
 
 
 def critic_settings(config: Config) -> UpdateSettings:

@@ -18,7 +18,7 @@ from minirl.algorithms import (
 from minirl.config import ActorConfig, Config, ConfigError
 from minirl.distributed import Dist
 from minirl.registry import option_names
-from minirl.trainer import checkpoint, lora
+from minirl.trainer import checkpoint, lora, packing
 from minirl.trainer.attention import varlen_kernel
 from minirl.trainer.buckets import WeightBuckets
 from minirl.trainer.critic import CriticTrainer
@@ -127,6 +127,17 @@ class PolicyTrainer(TrainedModel, LanguageModel):
         path = checkpoint.latest(run_dir / "checkpoints")
         return None if path is None else self.load(path, critic)
 
+    def update(self, batch: MicroBatch) -> dict[str, float]:
+        """See TrainedModel. Where a batch without `old_logprobs` is one optimizer step, its own
+        forward pass gives and sets them; ValueError where it is several."""
+        minis = packing.mini_batches(batch, self.settings.mini_batch_size)
+        if batch.old_logprobs is None and self.settings.ppo_epochs * len(minis) > 1:
+            raise ValueError("several optimizer steps need old_logprobs")
+        metrics, logprobs = self._update(batch)
+        if batch.old_logprobs is None:
+            batch.old_logprobs = logprobs
+        return metrics
+
     def _prepare(self, mini: MicroBatch, epoch: int, index: int) -> MicroBatch:
         """Choose the tokens of a loss that does so over the whole mini-batch."""
         if self.loss_needs.select is None:
@@ -144,7 +155,7 @@ class PolicyTrainer(TrainedModel, LanguageModel):
 
     def _loss(
         self, micro: MicroBatch, counts: dict[str, float], totals: Totals
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         actor, options = self.config.actor, self.loss_options
         logprobs, entropies = token_logprobs(
             self.model,
@@ -168,7 +179,7 @@ class PolicyTrainer(TrainedModel, LanguageModel):
             per_token = per_token + kl
         if actor.entropy_coeff:
             loss = loss - actor.entropy_coeff * self._aggregate(entropies, micro, counts)
-        return loss, per_token
+        return loss, per_token, logprobs
 
     def _aggregate(self, per_token: Tensor, micro: MicroBatch, counts: dict[str, float]) -> Tensor:
         actor = self.config.actor
@@ -210,10 +221,11 @@ def make_reference(
 
 
 def _loss_inputs(batch: MicroBatch, logprobs: Tensor) -> LossInputs:
-    assert batch.old_logprobs is not None and batch.advantages is not None
+    assert batch.advantages is not None
+    old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     return LossInputs(
         logprobs=logprobs,
-        old_logprobs=batch.old_logprobs,
+        old_logprobs=old,
         advantages=batch.advantages,
         response_mask=batch.response_mask,
         rollout_logprobs=batch.rollout_logprobs,

@@ -70,22 +70,28 @@ class TrainedModel(PackedModel):
         are returned. An optimizer step whose loss or gradient is not finite is not applied, and
         counted in `<section>/num_skipped_updates`.
         """
+        return self._update(batch)[0]
+
+    def _update(self, batch: MicroBatch) -> tuple[dict[str, float], Tensor]:
+        """The metrics, and what `_loss` said of each trained token in the last epoch: [N]."""
         settings = self.settings
         rate = learning_rate(settings.optim, self.num_steps, self.total_steps, self.section)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        totals = Totals(self.section)
+        totals, said = Totals(self.section), torch.zeros(batch.num_tokens)
         self.bad_sequences = []
         with self.on_device(optimizer=True):
             for epoch in range(settings.ppo_epochs):
                 minis = packing.mini_batches(batch, settings.mini_batch_size)
                 for index, sequences in enumerate(minis):
                     mini = self._prepare(batch.select(sequences), epoch, index)
-                    bad = self._optimizer_step(mini, totals)
+                    bad, said[packing.token_places(batch, sequences)] = self._optimizer_step(
+                        mini, totals
+                    )
                     self.bad_sequences += [sequences[b] for b in bad]
         self.bad_sequences = sorted(set(self.bad_sequences))
         self.num_steps += 1
-        return totals.result(self.world) | {f"{self.section}/lr": rate}
+        return totals.result(self.world) | {f"{self.section}/lr": rate}, said
 
     @contextmanager
     def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
@@ -97,8 +103,9 @@ class TrainedModel(PackedModel):
     @abstractmethod
     def _loss(
         self, micro: MicroBatch, counts: dict[str, float], totals: "Totals"
-    ) -> tuple[Tensor, Tensor]:
-        """This micro-batch's part of the mini-batch's loss, and the per-token loss [T].
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """This micro-batch's part of the mini-batch's loss, the per-token loss [T], and what the
+        model says of each token [T]: its log-probability, or its value.
 
         Parts add up over slots and ranks: `counts` are those of the whole mini-batch.
         """
@@ -107,23 +114,27 @@ class TrainedModel(PackedModel):
         """The mini-batch with what the loss needs to know of all of it."""
         return mini
 
-    def _optimizer_step(self, mini: MicroBatch, totals: "Totals") -> list[int]:
-        """Apply the gradient of a mini-batch, or return the sequences why that cannot be done."""
+    def _optimizer_step(self, mini: MicroBatch, totals: "Totals") -> tuple[list[int], Tensor]:
+        """Apply the gradient of a mini-batch, or return the sequences why that cannot be done; and
+        what the model said of each token before: [n]."""
         trained = packing.trained_per_sequence(mini)
         counts = {"num_tokens": float(trained.sum()), "num_sequences": float((trained > 0).sum())}
+        suspects, said = torch.zeros(mini.num_sequences), torch.zeros(mini.num_tokens)
         if not counts["num_tokens"]:
-            return []
+            return [], said
         losses = []  # looked at behind the loop, so that the device does not have to stop in it
         for sequences, micro in self.micro_batches(mini):
-            loss, per_token = self._loss(micro, counts, totals)
+            loss, per_token, output = self._loss(micro, counts, totals)
             loss.backward()
-            losses.append((sequences, micro.sequence_ids, per_token.detach()))
+            losses.append((sequences, micro.sequence_ids, per_token.detach(), output.detach()))
         norm = gradient_norm(self.model)
-        suspects = torch.zeros(mini.num_sequences)
-        for sequences, sequence_ids, per_token in losses:
+        for sequences, sequence_ids, per_token, output in losses:
             broken = sequence_ids[~per_token.isfinite()].tolist()
             suspects[[sequences[b] for b in broken]] = 1
-        suspects = self.world.sum_tensor(suspects)
+            if sequences:
+                said[packing.token_places(mini, sequences)] = output.cpu()
+        both = self.world.sum_tensor(torch.cat([suspects, said]))
+        suspects, said = both.split([mini.num_sequences, mini.num_tokens])
         finite = math.isfinite(norm) and not suspects.any()
         if finite:
             limit = torch.tensor(norm, device=self.world.device)
@@ -133,7 +144,7 @@ class TrainedModel(PackedModel):
         totals.finish_mini_batch(counts["num_tokens"], norm if finite else None)
         # A gradient can break where every loss is fine; then any sequence may be why.
         culprits = suspects if suspects.any() else trained
-        return [] if finite else (culprits > 0).nonzero().squeeze(1).tolist()
+        return [] if finite else (culprits > 0).nonzero().squeeze(1).tolist(), said
 
 
 class Totals:

@@ -1,8 +1,9 @@
 import asyncio
 import gc
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import count, groupby
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from scripted_engine import ScriptedEngine, serving
 
 from minirl.agent_loop import AgentLoopBase, ServerError, register
+from minirl.journal import Header, Journal
 from minirl.rewards import load_reward_manager
 from minirl.rollout.client import AsyncLLMServerManager
 from minirl.rollout.manager import AgentLoopManager, TooManyFailuresError, groups_for_training
@@ -309,8 +311,10 @@ def failing(*num_failures: dict[str, int]) -> list[dict[str, Any]]:
     return [{**row, "num_failures": n} for row, n in zip(rows, num_failures, strict=True)]
 
 
-def sizes(rows: list[dict[str, Any]], trajectories: list[Trajectory], **kwargs: bool) -> dict:
-    groups = groups_for_training(rows, trajectories, **kwargs)
+def sizes(
+    rows: list[dict[str, Any]], trajectories: list[Trajectory], *, drop_failed_groups: bool = False
+) -> dict[str, list[int]]:
+    groups = groups_for_training(rows, trajectories, drop_failed_groups=drop_failed_groups)
     assert all(t.reward == 1.0 for group in groups for t in group.trajectories)
     assert all(group.row["uid"] == group.uid for group in groups)
     return {group.uid: [t.sample_index for t in group.trajectories] for group in groups}
@@ -377,6 +381,69 @@ async def test_too_many_failures_end_the_run_with_the_most_frequent_cause(
         "0-6": [0],
         "0-7": [0],
     }
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+async def test_over_sampling_keeps_the_first_of_each_prompt_and_aborts_the_others(
+    open_rollout: Opener, tmp_path: Path, mode: str
+) -> None:
+    def reply(request_id: str, turn: int, prompt_ids: list[int]) -> Any:
+        begun[question(prompt_ids)] += turn == 0
+        return echo(question(prompt_ids)) if turn == 0 else f"#### {question(prompt_ids)}"
+
+    def delay_s(words: str) -> float:
+        in_tool[words] += 1
+        return 3600.0 if mode == "async" and in_tool[words] == 3 else 0.0
+
+    begun, in_tool = Counter[str](), Counter[str]()
+    tool, rows = EchoTool(delay_s), prompts(4, agent_name="tool_agent")
+    settings = "rollout.n=2", "rollout.over_sample_rate=0.5", f"rollout.mode={mode}"
+    header = Header(step=1, weight_version=0, config="", files="", parameters=None, environment={})
+    async with open_rollout(reply, *settings, tools=[tool]) as rollout, asyncio.timeout(120):
+        journal = Journal.begin(tmp_path / "journal", header)
+        trajectories = await rollout.manager.generate_sequences(rows, step=1, journal=journal)
+        journal.close()
+        assert rollout.manager.metrics["rollout/num_aborted"] == 4
+        assert tool.held == {} and tool.num_released == sum(begun.values())
+        assert set(begun.values()) == ({2} if mode == "serial" else {3})
+        assert [len(kept) for kept in sizes(rows, trajectories).values()] == [2] * 4
+        # what was killed and is begun again takes those that trained, and no other
+        again = Journal.begin(tmp_path / "journal", header)
+        repeated = await rollout.manager.generate_sequences(rows, step=1, journal=again)
+        again.close()
+        assert sum(begun.values()) == (8 if mode == "serial" else 12)
+        assert sizes(rows, repeated) == sizes(rows, trajectories)
+        await rollout.manager.generate_sequences(rows, step=1, validate=True)
+        assert rollout.manager.metrics["rollout/num_aborted"] == 0
+
+
+async def test_a_sample_more_makes_up_for_one_that_failed(open_rollout: Opener) -> None:
+    rows = failing({"1": 9}, {"0": 9, "1": 9})
+    async with open_rollout(right, "rollout.n=2", "rollout.over_sample_rate=0.1") as rollout:
+        trajectories = await rollout.manager.generate_sequences(rows, step=1)
+    assert sizes(rows, trajectories) == {"0-0": [0, 2], "0-1": [2]}
+    assert len(trajectories) == 6
+
+
+@register("clings_to_life")
+class ClingsToLife(AgentLoopBase):
+    """Goes on when it is cancelled, as careless code may."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
+        trajectory = await self.start(row["raw_prompt"])
+        if row["sample_index"] == 0:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+        await self.generate(trajectory, sampling_params)
+        return self.finish(trajectory, "stop")
+
+
+async def test_over_sampling_does_not_take_what_would_not_be_aborted(open_rollout: Opener) -> None:
+    rows = prompts(2, agent_name="clings_to_life")
+    async with open_rollout(right, "rollout.over_sample_rate=1") as rollout, asyncio.timeout(120):
+        trajectories = await rollout.manager.generate_sequences(rows, step=1)
+    assert [t.sample_index for t in trajectories] == [1, 1]
+    assert rollout.manager.metrics["rollout/num_aborted"] == 2
 
 
 async def test_a_timeout_is_no_zero_either(open_rollout: Opener) -> None:

@@ -97,6 +97,27 @@ def test_on_policy_gradient_is_the_plain_policy_gradient(folder, world):
     assert metrics["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)
 
 
+def test_one_update_of_the_whole_batch_needs_no_old_logprobs(folder, world):
+    """It sets them, the same as a pass of their own would, whatever the micro-batches."""
+    results = []
+    for given in (True, False):
+        trainer = PolicyTrainer(make_config(folder, ppo_mini_batch_size=4), world)
+        steps, batch = captured_gradients(trainer), make_batch()
+        batch.response_mask[batch.sequence_ids == 1] = 0
+        if given:
+            batch.old_logprobs = trainer.compute_logprobs(batch)
+        metrics = trainer.update(batch)
+        results.append((steps, batch.old_logprobs, metrics))
+    (first, old, metrics), (steps, own, their_metrics) = results
+    assert len(steps) == 1 and int((own != 0).sum()) == int((batch.response_mask > 0).sum())
+    torch.testing.assert_close(own, old, atol=1e-6, rtol=1e-6)
+    for a, b in zip(steps[0], first[0], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+    assert metrics == pytest.approx(their_metrics, rel=1e-5, abs=1e-6)
+    with pytest.raises(ValueError, match="old_logprobs"):
+        PolicyTrainer(make_config(folder, ppo_mini_batch_size=2), world).update(make_batch())
+
+
 def test_masked_sequences_change_nothing(folder, world):
     config = make_config(folder, ppo_mini_batch_size=4, grad_clip=NO_CLIP)
     batch = make_batch()

@@ -70,7 +70,8 @@ def work(world: Dist, config: Config, folder: Path) -> None:
         for f in fields(MicroBatch):
             mine, sent = getattr(batch, f.name), getattr(make_batch(groups, size), f.name)
             assert (mine is None and sent is None) or torch.equal(mine, sent), f.name
-        batch.old_logprobs = trainer.compute_logprobs(batch)
+        if step == 0:  # else the update gives them
+            batch.old_logprobs = trainer.compute_logprobs(batch)
         metrics = trainer.update(batch)
         full = {name: t.clone() for bucket in trainer.weights for name, t in bucket}
         batch.values, batch.returns = critic.compute_values(batch), batch.response_mask * 0.7
