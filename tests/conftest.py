@@ -17,21 +17,26 @@ def forkserver() -> ForkServerContext:
     return context
 
 
-LONGEST = [
+FIRST = [
     "tests/test_train.py",
-    "tests/rollout/test_engines.py",
     "tests/test_selftest.py",
-    "tests/test_resume.py",
+    "tests/test_steps_algorithms.py",
+    "tests/test_chaos.py",
     "tests/trainer/test_two_ranks.py",
+    "tests/test_resume.py",
+    "tests/rollout/test_worker_pool.py",
     "tests/trainer/test_compile.py",
     "tests/test_ranks.py",
-    "tests/test_replay.py",
+    "tests/rollout/test_engines.py",
+    "tests/tools/test_mcp.py",
 ]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, so that several processes end together (`make test` has two)."""
+    """The longest files first, so that several processes end together (`make test` has two). Those
+    of test_train.py start several processes at once: an engine that is tested beside them takes
+    several times as long, so its turn comes when they have ended."""
     files = [item.nodeid.partition("::")[0] for item in items]
-    order = {file: place for place, file in enumerate(LONGEST)}
+    order = {file: place for place, file in enumerate(FIRST)}
     ranked = sorted(range(len(items)), key=lambda i: order.get(files[i], len(order)))
     items[:] = [items[i] for i in ranked]

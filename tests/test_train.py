@@ -75,7 +75,7 @@ rollout:
   response_length: 48
   enforce_eager: true
   cpu_kv_cache_gb: 0.25
-  sync_check: {{max_logprob_diff: 1.0e-5}}
+  sync_check: {{max_logprob_diff: 1.0e-5, probe_length: 4}}
   multi_turn: {{tool_config_path: {folder}/tools.yaml}}
 reward: {{custom_reward_function: {{path: {folder}/reward.py}}}}
 trainer:

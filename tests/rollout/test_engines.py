@@ -53,7 +53,8 @@ async def pair(request: Any, tmp_path_factory: Any) -> AsyncIterator[Pair]:
         f"rollout.name={engine}",
         *("model.dtype=float32", "rollout.enforce_eager=true", "trainer.device=cpu"),
         *("data.max_prompt_length=256", "rollout.response_length=256"),
-        *("rollout.cpu_kv_cache_gb=0.25", "rollout.sync_check.max_logprob_diff=1e-5"),
+        "rollout.cpu_kv_cache_gb=0.25",
+        "rollout.sync_check={max_logprob_diff: 1e-5, probe_length: 8}",
         *("actor.optim.lr=0.01", "rollout.update_weights_bucket_megabytes=1"),
     ]
     async with open_pair(folder, model, *settings) as pair:
@@ -202,7 +203,7 @@ async def test_an_engine_that_stands_still_is_noticed(pair: Pair) -> None:
     """A stopped process says nothing, and vLLM takes it for healthy."""
     if not isinstance(pair.server, VLLMServer):
         pytest.skip("its engine is this process")
-    params = {"temperature": 1.0, "max_tokens": 400, "ignore_eos": True}
+    params = {"temperature": 1.0, "max_tokens": 100, "ignore_eos": True}
     before = (await pair.client.stats()).num_steps
     call = asyncio.create_task(pair.client.generate([5] * 40, params, "stopped"))
     while (await pair.client.stats()).num_steps < before + 3:
@@ -217,4 +218,4 @@ async def test_an_engine_that_stands_still_is_noticed(pair: Pair) -> None:
     finally:
         for engine in engines:
             engine.resume()
-    assert len((await call).token_ids) == 400
+    assert len((await call).token_ids) == 100
