@@ -19,7 +19,7 @@ $(VENV)/.ready-$(BUILD): pyproject.toml
 ifeq ($(BUILD),cpu)
 	$(BIN)/python -m pip install --quiet "torch==2.13.0+cpu" || $(UV) install --quiet --torch-backend cpu torch==2.13.0
 endif
-	$(UV) install --quiet --compile-bytecode --editable ".[$(BUILD),dev]"
+	$(UV) install --quiet --editable ".[$(BUILD),dev]"
 	@touch $@
 
 # Two processes, a file in one of them; one where they would share a GPU.

@@ -297,7 +297,7 @@ def _packed_gradients(policy: PolicyTrainer, batch: MicroBatch) -> list[Tensor]:
     """What an optimizer step of the trainer does up to the step."""
     counts = _counts(batch)
     for _, micro in policy.micro_batches(batch):
-        loss, _ = policy._loss(micro, counts, Totals("actor"))
+        loss, _, _ = policy._loss(micro, counts, Totals("actor"))
         loss.backward()
     return _take_gradients(policy.model)
 

@@ -14,13 +14,13 @@ run in turn, each time in a process of their own, of which the first step is lef
 
 minirl is `minirl.train` as a user runs it: vLLM samples (in a process of its own, which is given
 the weights after each update, with the probe that proves it), every conversation calls its tool
-when it gets there, old log-probabilities are computed again, the update packs sequences, and
-trajectories are written to the run directory. TRL is `GRPOTrainer(tools=[...])` with an `async`
-tool and its own loop: transformers' `generate` samples one turn of all conversations that go on,
-then it awaits the calls of one conversation after the other, then the next turn; samples count as
-on-policy, so it computes no old log-probabilities; the update pads. It writes nothing but its log.
-Its other ways to sample (`use_vllm`, continuous batching), which are off by default, call tools in
-the same loop; its experimental AsyncGRPOTrainer, which needs a vLLM server, is another trainer.
+when it gets there, the update packs sequences, and trajectories are written to the run directory.
+TRL is `GRPOTrainer(tools=[...])` with an `async` tool and its own loop: transformers' `generate`
+samples one turn of all conversations that go on, then it awaits the calls of one conversation after
+the other, then the next turn; the update pads. It writes nothing but its log. Neither computes old
+log-probabilities: the only optimizer step of a batch has them. TRL's other ways to sample
+(`use_vllm`, continuous batching), which are off by default, call tools in the same loop; its
+experimental AsyncGRPOTrainer, which needs a vLLM server, is another trainer.
 """
 
 import argparse
