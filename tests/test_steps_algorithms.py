@@ -1,6 +1,5 @@
 """Every algorithm through `train`: the real path, with the policy itself as the engine."""
 
-import asyncio
 import json
 import math
 import os
@@ -422,18 +421,30 @@ async def test_two_ranks_take_the_steps_of_one(project: Path) -> None:
         "actor.ppo_mini_batch_size=1", "actor.optim.eps=1.0e-4",
     ]  # fmt: skip
     one = await train(project, "one_rank", *options)
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "minirl.train"]
-    here = Path(__file__).parent
-    done = await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-m", *command, f"{project}/config.yaml",
-         "trainer.experiment_name=two_ranks", *options],
-        env={**os.environ, "PYTHONPATH": f"{here.parent}:{here}"}, capture_output=True, text=True,
+    run_dir = project / "runs" / "two_ranks"
+    on_two_ranks(
+        "minirl.train", f"{project}/config.yaml", "trainer.experiment_name=two_ranks",
+        "trainer.deterministic=true", *options,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    two = read_metrics(project / "runs" / "two_ranks")[1:]
+    two = read_metrics(run_dir)[1:]
     assert sum(row["cpo/hinted_fraction"] for row in one) > 0
     for mine, theirs in zip(two, one, strict=True):
         for name in theirs:
             if name.split("/")[0] in ("actor", "critic", "cpo", "response_length"):
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+    printed = on_two_ranks("minirl.replay", str(run_dir), str(len(two)))
+    assert f"{len(two)} steps, all of them the same to the last bit" in printed
+
+
+def on_two_ranks(module: str, *arguments: str) -> str:
+    """Run it; what it printed."""
+    here = Path(__file__).parent
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", *torchrun, "-m", module, *arguments],
+        env={**os.environ, "PYTHONPATH": f"{here.parent}:{here}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
