@@ -70,7 +70,8 @@ def machine_name() -> str:
 def provenance(load: float) -> str:
     """A line that says how a section came about; `load` is start_load()'s."""
     spec = sys.modules["__main__"].__spec__
-    command = ["python", "-m", spec.name if spec else sys.argv[0], *sys.argv[1:]]
+    name = spec.name.removesuffix(".__main__") if spec else sys.argv[0]
+    command = ["python", "-m", name, *sys.argv[1:]]
     return (
         f"`{shlex.join(word for word in command if word != '--record')}`, "
         f"{datetime.date.today()}, load average {load:.1f} at its start; "

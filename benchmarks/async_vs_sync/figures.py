@@ -158,6 +158,8 @@ def growth(cases: Sequence[CaseResult]) -> Figure:
         ax.plot([c.conversations for c in mine], least, "k--", label="bound", linewidth=1)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
+        for set_formatter in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+            set_formatter("{x:g}")
         ax.set_xticks(sizes := [c.conversations for c in mine], map(str, sizes))
         ax.set_xlabel("conversations")
         ax.set_title(name, loc="left", fontsize=10)
