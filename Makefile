@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 BUILD := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip
 
+# Compiled modules are kept: else every process that a test starts would compile vLLM's again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup test demo selftest chaos bench check clean
 
 setup: $(VENV)/.ready-$(BUILD)
