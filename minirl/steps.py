@@ -326,7 +326,7 @@ class Steps:
 
     async def _logprobs_in_tail(self, trajectories: list[Trajectory]) -> None:
         """Those of what has ended; every rank calls it, in the rollout."""
-        ended = [t for t in trajectories if t.error is None]
+        ended = [t for t in trajectories if t.error is None and t.sample_index != GREEDY]
         batch = None
         if self._run.inputs:
             rewards = [[0.0] * len(t.response_ids) for t in ended]

@@ -64,7 +64,7 @@ class AgentLoopManager:
         for i, request in enumerate(requests):
             if journal and (known := journal.find(request)) is not None:
                 results[i] = known
-                races[i].finish(known)
+                races[i].count(known)
         missing = [i for i, race in enumerate(races) if i not in results and not race.is_over]
         await self._workers.begin(len(missing))
         started = time.perf_counter()
@@ -127,7 +127,9 @@ class AgentLoopManager:
     ) -> list[Trajectory]:
         with race.running():
             trajectories = await self._workers.run(request)
-        race.finish(trajectories)
+        if race.is_over:  # user code held up its cancellation
+            raise asyncio.CancelledError
+        race.count(trajectories)
         if journal:
             await journal.append(request, trajectories)
         return trajectories
@@ -185,7 +187,7 @@ class Race:
     @property
     def is_over(self) -> bool:
         """Whether enough have ended."""
-        return self._num_missing == 0
+        return self._num_missing <= 0
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -198,10 +200,8 @@ class Race:
         finally:
             self._running.discard(task)
 
-    def finish(self, trajectories: list[Trajectory]) -> None:
-        """One has ended. CancelledError when that was too late, for user code that held it up."""
-        if self.is_over:
-            raise asyncio.CancelledError
+    def count(self, trajectories: list[Trajectory]) -> None:
+        """One has ended; if it was the last that is wanted, the others are cancelled."""
         self._num_missing -= all(t.error is None for t in trajectories)
         if self.is_over:
             for task in self._running:

@@ -425,6 +425,21 @@ async def test_a_sample_more_makes_up_for_one_that_failed(open_rollout: Opener) 
     assert len(trajectories) == 6
 
 
+async def test_a_failure_in_the_journal_does_not_come_too_late(
+    open_rollout: Opener, tmp_path: Path
+) -> None:
+    """The third of three samples failed before the two that are wanted had ended."""
+    rows, path = failing({"2": 9}), tmp_path / "journal"
+    header = Header(step=1, weight_version=0, config="", files="", parameters=None, environment={})
+    for settings in (["rollout.n=3"], ["rollout.n=2", "rollout.over_sample_rate=0.5"]):
+        journal = Journal.begin(path, header)
+        async with open_rollout(right, *settings) as rollout:
+            trajectories = await rollout.manager.generate_sequences(rows, step=1, journal=journal)
+        journal.close()
+        assert sizes(rows, trajectories) == {"0-0": [0, 1]}
+    assert set(FailsFor.attempts.values()) == {1}
+
+
 @register("clings_to_life")
 class ClingsToLife(AgentLoopBase):
     """Goes on when it is cancelled, as careless code may."""
