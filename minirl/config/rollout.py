@@ -190,7 +190,7 @@ class RolloutConfig:
     max_num_seqs: int = 256
     """Conversations that one engine decodes at once."""
     max_num_batched_tokens: int = 8192
-    """Tokens of one engine step."""
+    """Tokens of one engine step; vLLM on a CPU takes a prompt whole, so as many as the longest."""
     enforce_eager: bool = False
     """No CUDA graphs, no compilation: quick start, slower decoding."""
     free_cache_engine: bool = True

@@ -107,9 +107,16 @@ class VLLMServer(AsyncServerBase):
         return StepCounter
 
     def _engine_arguments(self) -> dict[str, Any]:
-        rollout, model = self.config.rollout, self.config.model
+        rollout, model, longest = self.config.rollout, self.config.model, self.config.max_model_len
         on_device = (
-            {"kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gb * 2**30), "block_size": 32}
+            {
+                "kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gb * 2**30),
+                "block_size": 32,
+                # After a part of a prompt vLLM takes the seed's draw back, which torch's generators
+                # on a CPU cannot do: the engine would end.
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(rollout.max_num_batched_tokens, longest),
+            }
             if self.device_ids is None
             else {
                 "gpu_memory_utilization": rollout.gpu_memory_utilization,
@@ -122,7 +129,7 @@ class VLLMServer(AsyncServerBase):
                 "dtype": model.dtype,
                 "trust_remote_code": model.trust_remote_code,
                 "skip_tokenizer_init": True,
-                "max_model_len": self.config.max_model_len,
+                "max_model_len": longest,
                 "max_num_seqs": rollout.max_num_seqs,
                 "max_num_batched_tokens": rollout.max_num_batched_tokens,
                 "tensor_parallel_size": rollout.tensor_parallel_size,

@@ -53,7 +53,7 @@ async def pair(request: Any, tmp_path_factory: Any) -> AsyncIterator[Pair]:
         f"rollout.name={engine}",
         *("model.dtype=float32", "rollout.enforce_eager=true", "trainer.device=cpu"),
         *("data.max_prompt_length=256", "rollout.response_length=256"),
-        "rollout.cpu_kv_cache_gb=0.25",
+        *("rollout.cpu_kv_cache_gb=0.25", "rollout.max_num_batched_tokens=512"),
         "rollout.sync_check={max_logprob_diff: 1e-5, probe_length: 8}",
         *("actor.optim.lr=0.01", "rollout.update_weights_bucket_megabytes=1"),
     ]
@@ -135,6 +135,17 @@ async def test_a_seed_fixes_the_sample_whatever_runs_beside_it(pair: Pair) -> No
     assert [t.response_ids for t in again] == [t.response_ids for t in together]
     other = await pair.sample(12, seed=77)
     assert [t.response_ids for t in other] != [t.response_ids for t in together]
+
+
+async def test_prompts_that_do_not_fit_into_a_step_wait_for_the_next(pair: Pair) -> None:
+    prompts = [[5 + i] * (100 + i) for i in range(16)]  # 1720 tokens, of which a step takes 512
+    params = {"temperature": 1.0, "max_tokens": 4, "ignore_eos": True}
+    together = await asyncio.gather(
+        *(pair.client.generate(p, {**params, "seed": i}, f"t{i}") for i, p in enumerate(prompts))
+    )
+    alone = await pair.client.generate(prompts[9], {**params, "seed": 9}, "alone")
+    assert together[9].token_ids == alone.token_ids
+    assert all(len(output.token_ids) == 4 for output in together)
 
 
 async def test_finish_reasons_and_cached_tokens(pair: Pair) -> None:
