@@ -20,6 +20,7 @@ from scripted_engine import ScriptedEngine
 
 from benchmarks.async_vs_sync.__main__ import benchmark
 from benchmarks.async_vs_sync.bound import EngineSpeed, bound, greedy
+from benchmarks.async_vs_sync.rollouts import newly_read
 from benchmarks.async_vs_sync.settings import (
     FOLDER,
     STEP_ARMS,
@@ -36,7 +37,7 @@ from minirl.config import Config, ConfigError, load_config
 from minirl.launch import SOCKETS
 from minirl.rollout.server import ServerStats
 from minirl.testing import ScriptedServer, byte_tokenizer
-from minirl.types import TokenOutput
+from minirl.types import TokenOutput, Trajectory
 
 
 def parse(value: Any, folder: Path = Path()) -> Distribution:
@@ -198,7 +199,7 @@ def test_the_timeline_has_every_second_once() -> None:
     assert sum(b["tokens"] for b in buckets) == pytest.approx(3.0)
 
 
-SPEED = EngineSpeed(step_s={1: 0.01, 2: 0.012, 4: 0.016}, prefill_token_s=0.001)
+SPEED = EngineSpeed(step_s={1: 0.01, 2: 0.012, 4: 0.016}, prefill_token_s=0.001, request_s=0.003)
 
 
 def plan(*turns: tuple[int, float | None], prompt: int = 100, observation: int = 0) -> Plan:
@@ -206,33 +207,51 @@ def plan(*turns: tuple[int, float | None], prompt: int = 100, observation: int =
 
 
 def test_the_longest_chain_bounds() -> None:
-    """Alone: prompt 0.1 s, tokens 0.1 s, tool 2 s, observation 0.05 s, tokens 0.2 s."""
+    """Alone: prompt 0.103 s, tokens 0.1 s, tool 2 s, observation 0.053 s, tokens 0.2 s."""
     found = bound([plan((10, 2.0), (20, None), observation=50), plan((1, None))], SPEED)
-    assert found.seconds == found.chain_s == pytest.approx(2.45)
-    assert found.work_s == pytest.approx(31 * 0.006 + 0.25)
-    assert found.pipeline_s == pytest.approx(10 * 0.006 + 0.1 + 2.25)
+    assert found.seconds == found.chain_s == pytest.approx(2.456)
+    assert found.work_s == pytest.approx(31 * 0.006 + 0.259)
+    assert found.pipeline_s == pytest.approx(10 * 0.006 + 0.103 + 2.253)
 
 
 def test_the_work_bounds() -> None:
     """Four at once have 0.004 s per token."""
     found = bound([plan((100, None), prompt=0)] * 4, SPEED)
-    assert found.chain_s == pytest.approx(1.0)
-    assert found.seconds == pytest.approx(found.work_s) == pytest.approx(1.6)
+    assert found.chain_s == pytest.approx(1.003)
+    assert found.seconds == pytest.approx(found.work_s) == pytest.approx(1.612)
 
 
 def test_work_before_the_tools_bounds() -> None:
-    """All first turns (0.16 s) have to be over before the last tool begins (0.5 s, 0.1 s)."""
+    """All first turns (0.172 s) have to be over before the last tool begins (0.5 s, 0.103 s)."""
     found = bound([plan((10, 0.5), (10, None), prompt=0)] * 4, SPEED)
-    assert (found.chain_s, found.work_s) == pytest.approx((0.7, 0.32))
-    assert found.seconds == found.pipeline_s == pytest.approx(0.76)
+    assert (found.chain_s, found.work_s) == pytest.approx((0.706, 0.344))
+    assert found.seconds == found.pipeline_s == pytest.approx(0.775)
+
+
+def test_what_the_engine_read_is_what_its_cache_did_not_hold() -> None:
+    trajectory = Trajectory(prompt_ids=[1] * 40)
+    for sampled, cached in ((5, 0), (3, 32)):
+        trajectory.append_sampled(
+            TokenOutput(
+                token_ids=[2] * sampled,
+                logprobs=[-1.0] * sampled,
+                finish_reason="stop",
+                num_cached_tokens=cached,
+            )
+        )
+        if not cached:
+            trajectory.append_observation([3] * 7)
+    assert newly_read(trajectory) == [40, 40 + 5 + 7 - 32]
+    assert plan((5, 0.1), (3, None)).reading([40, 20]).new_tokens == [40, 20]
 
 
 def test_greedy_decodes_what_it_may() -> None:
-    """Together 2 steps of 0.012 s; then one waits 0.5 s for its tool, then 3 steps of 0.01 s."""
+    """Together 2 steps of 0.012 s; then one waits 0.5 s for its tool, then 3 steps of 0.01 s; each
+    of the three requests adds 0.003 s."""
     plans = [plan((2, 0.5), (3, None), prompt=0), plan((2, None), prompt=0)]
-    assert greedy(plans, SPEED) == pytest.approx(0.024 + 0.5 + 0.03)
+    assert greedy(plans, SPEED) == pytest.approx(0.024 + 0.5 + 0.03 + 0.009)
     with_prompts = [replace(p, prompt_tokens=100) for p in plans]
-    assert greedy(with_prompts, SPEED) == pytest.approx(0.024 + 0.2 + 0.5 + 0.03)
+    assert greedy(with_prompts, SPEED) == pytest.approx(0.024 + 0.2 + 0.5 + 0.03 + 0.009)
 
 
 TURNS = st.lists(st.tuples(st.integers(1, 12), st.floats(0, 0.5)), min_size=1, max_size=4)

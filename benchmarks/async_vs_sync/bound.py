@@ -17,6 +17,8 @@ class EngineSpeed:
     """Seconds of a step that gives each of so many conversations a token."""
     prefill_token_s: float
     """Seconds per token of prompts that nobody has seen before, many at once."""
+    request_s: float
+    """Seconds that a request adds to those of its tokens, many at once."""
 
     @property
     def token_s(self) -> float:
@@ -53,12 +55,12 @@ class Bound:
 
 
 def bound(plans: Sequence[Plan], speed: EngineSpeed) -> Bound:
-    """Of these conversations, all given at once. Every earlier token is taken to be in the prefix
-    cache, everything outside engine and tools to take no time: each makes the bound smaller."""
+    """Of these conversations, all given at once, where everything outside engine and tools takes no
+    time."""
     token_s = speed.best_token_s(len(plans))
     chains, heads, tails, work = [], [], [], []
     for plan in plans:
-        prefill = [n * speed.prefill_token_s for n in plan.new_tokens]
+        prefill = [speed.request_s + n * speed.prefill_token_s for n in plan.new_tokens]
         lengths = [turn.response_tokens for turn in plan.turns]
         alone = [n * speed.token_s + s for n, s in zip(lengths, prefill, strict=True)]
         steps = [a + (turn.tool_s or 0.0) for a, turn in zip(alone, plan.turns, strict=True)]
@@ -84,8 +86,9 @@ def greedy(plans: Sequence[Plan], speed: EngineSpeed) -> float:
     while left := [i for i, plan in enumerate(plans) if turn[i] < len(plan.turns)]:
         now = max(now, min(ready[i] for i in left))
         batch = [i for i in left if ready[i] <= now]
-        new = sum(plans[i].new_tokens[turn[i]] for i in batch if not done[i])
-        now += speed.step_of(len(batch)) + new * speed.prefill_token_s
+        new = [plans[i].new_tokens[turn[i]] for i in batch if not done[i]]
+        now += speed.step_of(len(batch))
+        now += len(new) * speed.request_s + sum(new) * speed.prefill_token_s
         for i in batch:
             this = plans[i].turns[turn[i]]
             done[i] += 1

@@ -6,14 +6,20 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from benchmarks.async_vs_sync.bound import Bound, EngineSpeed, bound, greedy
 from benchmarks.async_vs_sync.sampling import Device, Sampler
 from benchmarks.async_vs_sync.settings import Case, Settings
-from benchmarks.async_vs_sync.timeline import Conversation, Span, attribute, per_bucket
+from benchmarks.async_vs_sync.timeline import (
+    Conversation,
+    Span,
+    attribute,
+    per_bucket,
+    sampled_per_turn,
+)
 from benchmarks.async_vs_sync.workload import Plan
 from benchmarks.measure import ratios
 from minirl.agent_loop import Server
@@ -194,13 +200,22 @@ async def measure_case(
         if repetition == 0:  # warms up
             await arms[modes[-1]].rollout(_prompts(plans), step=0)
             continue
-        result.bounds.append(bound(plans, speed))
-        result.greedy_s.append(greedy(plans, speed))
         for mode in modes:
             rollout = await arms[mode].rollout(_prompts(plans), step=repetition)
             result.figures[mode].append(rollout.figures())
             result.shown[mode] = rollout
+        reads = [[newly_read(t) for t in result.shown[mode].trajectories] for mode in modes]
+        held = [plan.reading(map(min, *r, r[0])) for plan, *r in zip(plans, *reads, strict=True)]
+        result.bounds.append(bound(held, speed))
+        result.greedy_s.append(greedy(held, speed))
     return result
+
+
+def newly_read(trajectory: Trajectory) -> list[int]:
+    """Per turn, the tokens before it that the engine's prefix cache did not hold."""
+    spans = zip(trajectory.turn_ends, sampled_per_turn(trajectory), trajectory.turns, strict=True)
+    start = len(trajectory.prompt_ids)
+    return [start + end - sampled - turn.num_cached_tokens for end, sampled, turn in spans]
 
 
 def draw(
@@ -250,11 +265,18 @@ async def measure_speed(client: ServerClient, largest: int, repetitions: int) ->
         step_s[size] = max(seconds, LEAST_S) / SPEED_TOKENS
     for size, larger in reversed(list(pairwise(sizes))):
         step_s[size] = min(step_s[size], step_s[larger])  # fewer never take longer
-    number = min(16, largest)
-    seconds = await least(number, LONG, 1) - await least(number, SHORT, 1)
-    return EngineSpeed(
-        step_s=step_s, prefill_token_s=max(seconds, LEAST_S) / (number * (LONG - SHORT))
+    few, many = min(16, largest), min(64, largest)
+    first = await least(few, SHORT, 1)
+    seconds = max(await least(few, LONG, 1) - first, LEAST_S)
+    speed = EngineSpeed(
+        step_s=step_s, prefill_token_s=seconds / (few * (LONG - SHORT)), request_s=0.0
     )
+    if many == few:
+        return speed
+    each = (await least(many, SHORT, 1) - first) / (many - few)
+    in_steps = (speed.step_of(many) - speed.step_of(few)) / (many - few)
+    beside = each - in_steps - SHORT * speed.prefill_token_s
+    return replace(speed, request_s=max(beside, 0.0))
 
 
 SHORT, LONG, SPEED_TOKENS = 8, 256, 32

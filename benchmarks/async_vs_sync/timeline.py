@@ -54,11 +54,12 @@ class Conversation:
             generating=turns,
             tools=merged(calls),
             held=list(held),
-            tokens=_sampled_per_turn(trajectory),
+            tokens=sampled_per_turn(trajectory),
         )
 
 
-def _sampled_per_turn(trajectory: Trajectory) -> list[int]:
+def sampled_per_turn(trajectory: Trajectory) -> list[int]:
+    """Tokens of the policy's."""
     ends = [0, *trajectory.turn_ends]
     return [sum(trajectory.response_mask[a:b]) for a, b in pairwise(ends)]
 

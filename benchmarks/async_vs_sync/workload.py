@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,13 @@ class Plan:
     def num_tokens(self) -> int:
         """At most, without what the chat template writes."""
         return sum(self.new_tokens) + sum(turn.response_tokens for turn in self.turns)
+
+    def reading(self, new_tokens: Iterable[int]) -> "Plan":
+        """The same, with these for `new_tokens`."""
+        first, *later = new_tokens
+        observations = zip(self.turns, [*later, 0], strict=True)
+        turns = tuple(replace(turn, observation_tokens=n) for turn, n in observations)
+        return replace(self, prompt_tokens=first, turns=turns)
 
     def row(self, uid: str, salt: int) -> dict[str, Any]:
         """As a row of a dataset. Prompts begin with `salt`, so that no prefix cache holds them."""
