@@ -81,6 +81,13 @@ def locate(path: str, kind: str = "object") -> Any:
     return getattr(module, attribute)
 
 
+def require_method(found: Any, base: type, name: str) -> None:
+    """ValueError for a subclass of `base` without the method that `base` leaves to it."""
+    is_class = isinstance(found, type) and issubclass(found, base)
+    if is_class and getattr(found, name) is getattr(base, name):
+        raise ValueError(f"{found.__qualname__} has no method `{name}`; write it")
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint to append to an error: the closest known name, and all of them when they are few."""
     known = sorted(known)

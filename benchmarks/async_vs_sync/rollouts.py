@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -69,6 +69,8 @@ class Rollout:
     conversations: list[Conversation]
     sampler: Sampler
     max_num_seqs: int
+    trainer: list[Span] = field(default_factory=list)
+    """Beside the rollout: actor.logprobs_in_tail."""
 
     @property
     def seconds(self) -> float:
@@ -77,7 +79,7 @@ class Rollout:
 
     def figures(self) -> dict[str, Any]:
         """For results.json; `idle_s` and `generating_s` together are `seconds`."""
-        spent = attribute(self.conversations, self.start, self.end)
+        spent = attribute(self.conversations, self.start, self.end, self.trainer)
         tokens = sum(sum(t.response_mask) for t in self.trajectories)
         return {
             "seconds": self.seconds,

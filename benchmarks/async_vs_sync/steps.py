@@ -1,8 +1,9 @@
 """Whole training steps, all in one run: rollouts by each arm in turn, the rest as ever."""
 
 import json
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from benchmarks.async_vs_sync.rollouts import Arm, Rollout
 from benchmarks.async_vs_sync.sampling import Device
 from benchmarks.async_vs_sync.settings import MODES_IN_TURN, Settings, WholeSteps, load_workload
+from benchmarks.async_vs_sync.timeline import Span
 from benchmarks.measure import ratios
 from minirl.config import Config
 from minirl.rollout.parts import AgentParts
@@ -19,6 +21,8 @@ from minirl.tracking import read_metrics
 from minirl.train import train
 from minirl.types import Trajectory
 
+Early = Callable[[list[Trajectory]], Awaitable[None]]
+"""What the trainer begins with in the rollout's tail."""
 OUTSIDE = ("step", "gen", "update_weights")
 """Phases that are not the trainer's alone."""
 
@@ -43,14 +47,21 @@ class ArmsInTurn:
         return self._last.manager.metrics
 
     async def generate_sequences(
-        self, prompts: list[dict[str, Any]], **options: Any
+        self, prompts: list[dict[str, Any]], *, in_tail: Early | None, **options: Any
     ) -> list[Trajectory]:
         """See AgentLoopManager."""
-        arm = self._arms[len(self.rollouts) % len(self._arms)]
-        if arm.name != "in_tail":
-            options["in_tail"] = None
-        self.rollouts.append(await arm.rollout(prompts, **options))
-        return self.rollouts[-1].trajectories
+        arm, trainer = self._arms[len(self.rollouts) % len(self._arms)], list[Span]()
+
+        async def noted(ended: list[Trajectory]) -> None:
+            assert in_tail
+            began = time.perf_counter()
+            await in_tail(ended)
+            trainer.append((began, time.perf_counter()))
+
+        options["in_tail"] = noted if in_tail and arm.name == "in_tail" else None
+        rollout = await arm.rollout(prompts, **options)
+        self.rollouts.append(replace(rollout, trainer=trainer))
+        return rollout.trajectories
 
     async def sleep(self, level: int) -> None:
         """See AgentLoopManager."""
@@ -125,9 +136,9 @@ def step_figures(rollout: Rollout, metrics: dict[str, float]) -> dict[str, Any]:
     figures = rollout.figures()
     idle = figures["idle_s"]
     idle["sync"] = phases["update_weights"] + phases["gen"] - rollout.seconds
-    idle["trainer"] = sum(s for name, s in phases.items() if name not in OUTSIDE)
-    within = phases["gen"] + phases["update_weights"] + idle["trainer"]
-    idle["driver"] += phases["step"] - within
+    alone = sum(s for name, s in phases.items() if name not in OUTSIDE)
+    idle["trainer"] += alone
+    idle["driver"] += phases["step"] - phases["gen"] - phases["update_weights"] - alone
     return {
         "seconds": phases["step"],
         "rollout_s": rollout.seconds,

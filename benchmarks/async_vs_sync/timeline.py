@@ -75,13 +75,16 @@ def merged(spans: Iterable[Span]) -> list[Span]:
     return union
 
 
-def attribute(conversations: Sequence[Conversation], start: float, end: float) -> dict[str, float]:
+def attribute(
+    conversations: Sequence[Conversation], start: float, end: float, trainer: Sequence[Span] = ()
+) -> dict[str, float]:
     """Seconds of [start, end] that the engine worked, and idle ones by cause; together all of them.
 
-    A moment has the first cause of these that is true: code of rank 0 is busy with a conversation
-    (driver), one is held back (barrier), all are in tools (tail or tools).
+    A moment has the first cause of these that is true: the trainer works beside the rollout
+    (`trainer` has its spans), code of rank 0 is busy with a conversation (driver), one is held back
+    (barrier), all are in tools (tail or tools).
     """
-    events = _events(conversations, start, end)
+    events = _events(conversations, start, end, trainer)
     most = _most_at_once(conversations)
     last_begins = max((c.start for c in conversations), default=start)
     seconds = dict.fromkeys([WORKING, *CAUSES], 0.0)
@@ -98,6 +101,8 @@ def attribute(conversations: Sequence[Conversation], start: float, end: float) -
 def _state(now: Counter[str], is_tail: bool) -> str:
     if now[WORKING]:
         return WORKING
+    if now["trainer"]:
+        return "trainer"
     if not now["active"] or now["active"] > now["tools"] + now["held"]:
         return "driver"
     if now["held"]:
@@ -106,20 +111,18 @@ def _state(now: Counter[str], is_tail: bool) -> str:
 
 
 def _events(
-    conversations: Sequence[Conversation], start: float, end: float
+    conversations: Sequence[Conversation], start: float, end: float, trainer: Sequence[Span]
 ) -> list[tuple[float, str, int]]:
     """(time, state, +1 or -1) in order, within [start, end]; the first is at `start`."""
-    events = [(start, "active", 0)]
+    spans = [("trainer", span) for span in trainer]
     for c in conversations:
-        for kind, spans in (
-            ("active", [(c.start, c.end)]),
-            (WORKING, c.generating),
-            ("tools", c.tools),
-            ("held", c.held),
-        ):
-            for a, b in spans:
-                a, b = (min(max(t, start), end) for t in (a, b))
-                events += [(a, kind, 1), (b, kind, -1)]
+        spans.append(("active", (c.start, c.end)))
+        for kind, of_kind in ((WORKING, c.generating), ("tools", c.tools), ("held", c.held)):
+            spans += [(kind, span) for span in of_kind]
+    events = [(start, "active", 0)]
+    for kind, span in spans:
+        a, b = (min(max(time, start), end) for time in span)
+        events += [(a, kind, 1), (b, kind, -1)]
     return sorted(events, key=lambda event: event[0])
 
 

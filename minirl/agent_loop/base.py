@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from minirl.agent_loop.tool_parser import TOOL_PARSERS, ToolParser
 from minirl.config import Config, ConfigError
 from minirl.entries import load_entries
-from minirl.registry import Registry, locate, nearest, option_names
+from minirl.registry import Registry, locate, nearest, option_names, require_method
 from minirl.tools.base import BaseTool, ToolCall
 from minirl.tools.session import ToolSession
 from minirl.tools.truncate import split_kept
@@ -308,6 +308,7 @@ def _agent_loop(entry: dict[str, Any]) -> Iterator[tuple[str, AgentLoopFactory]]
     found = locate(target, "agent loop")
     if not (isinstance(found, type) and issubclass(found, AgentLoopBase)):
         raise ValueError(f"_target_: {target!r} is not a subclass of AgentLoopBase")
+    require_method(found, AgentLoopBase, "run")
     known = option_names(found)
     for key in options.keys() - known:
         raise ValueError(f"{key}: {target} has no such option{nearest(str(key), known)}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from minirl.entries import load_entries, locate_class
-from minirl.registry import nearest
+from minirl.registry import nearest, require_method
 from minirl.types import RewardRecord, Trajectory
 from minirl.waits import WAITS
 
@@ -111,4 +111,5 @@ def _build(entry: dict[str, Any]) -> Iterator[tuple[str, Interaction]]:
         raise ValueError("name: missing; rows choose by extra_info.interaction_kwargs.name")
     if not (isinstance(found, type) and issubclass(found, Interaction)):
         raise ValueError(f"class_name: {entry['class_name']!r} is not an Interaction class")
+    require_method(found, Interaction, "generate_response")
     yield entry["name"], found(entry.get("config") or {})

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from minirl.agent_loop import (
     AGENT_LOOPS,
+    AgentLoopBase,
     AgentLoopContext,
     Interaction,
     Server,
@@ -18,6 +19,7 @@ from minirl.agent_loop.base import AgentLoopFactory
 from minirl.chat import ChatBuilder, ChatTemplateError, certify
 from minirl.config import AgentConfig, Config, ConfigError, ModelConfig, require
 from minirl.openai.endpoint import PolicyEndpoint
+from minirl.registry import require_method
 from minirl.rewards import RewardManager, load_reward_manager
 from minirl.rollout.client import AsyncLLMServerManager, Generator
 from minirl.rollout.worker import AgentLoopWorker
@@ -98,9 +100,10 @@ def named(key: str, find: Callable[..., Any], *arguments: Any) -> None:
 
 
 def check_agent_loop(key: str, name: str, agent_loops: dict[str, AgentLoopFactory]) -> None:
-    """ConfigError when there is no agent loop of that name."""
+    """ConfigError when there is no agent loop of that name, or it cannot run."""
     if name not in agent_loops:
         named(key, AGENT_LOOPS.find, name)
+        named(key, require_method, AGENT_LOOPS.find(name), AgentLoopBase, "run")
 
 
 def schemas(tools: dict[str, BaseTool]) -> list[dict[str, Any]] | None:

@@ -128,6 +128,10 @@ async def test_an_unknown_user_is_named() -> None:
             "is not an Interaction class",
         ),
         (
+            "interaction: [{name: a, class_name: 'minirl.agent_loop:Interaction'}]",
+            "Interaction has no method `generate_response`",
+        ),
+        (
             "interaction: [{name: a, clas_name: b, class_name: c}]",
             "clas_name: no such key; did you mean 'class_name'",
         ),

@@ -3,11 +3,14 @@ import textwrap
 import pytest
 
 from minirl.config import ConfigError
-from minirl.tools import BaseTool, function_tool, load_tools
+from minirl.tools import BaseTool, ToolResponse, function_tool, load_tools
 
 
 class PlainTool(BaseTool):
     """A tool without a schema of its own."""
+
+    async def execute(self, instance_id, parameters, **execute_kwargs):
+        return ToolResponse("plain"), 0.0, {}
 
 
 @function_tool
@@ -88,6 +91,7 @@ async def test_tools_by_name_in_the_order_of_the_file(load):
             "{name: p, parameters: {type: object, properties: {x: {type: integr}}}}}}]",
             r"tool_schema.function.parameters.properties.x.type: not a JSON schema: 'integr'",
         ),
+        ("tools: [{class_name: 'minirl.tools:BaseTool'}]", "BaseTool has no method `execute`"),
         ("tools: [{class_name: 'test_load:shout'}, {class_name: 'test_load:shout'}]", "entry 2: "),
     ],
 )
