@@ -17,10 +17,10 @@ BENCHMARKS = {
     "async_vs_sync": [],
     "weight_sync": [],
     "train_step": ["--repetitions=3"],
-    "rollout_overhead": ["--repetitions=5", "--conversations=1000"],
+    "rollout_overhead": ["--repetitions=3", "--conversations=1000"],
     "routing": ["--repetitions=3"],
-    "scaling": ["--conversations", "128", "1024"],
-    "vs_trl": [],
+    "scaling": ["--conversations=1024"],
+    "vs_trl": ["--steps=1"],
 }
 """By name, the options with which it takes its part of the time."""
 

@@ -11,7 +11,7 @@ from benchmarks.async_vs_sync.workload import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpeed:
-    """What the engine does at its best, measured without anything around it."""
+    """What the engine does when it is given enough at once, and nothing is around it."""
 
     step_s: dict[int, float]
     """Seconds of a step that gives each of so many conversations a token."""

@@ -6,8 +6,9 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from benchmarks.async_vs_sync.bound import Bound, EngineSpeed, bound, greedy
@@ -240,45 +241,45 @@ def _prompts(plans: Sequence[Plan]) -> list[dict[str, Any]]:
 
 
 async def measure_speed(client: ServerClient, largest: int, repetitions: int) -> EngineSpeed:
-    """The engine's best: the least of the repetitions, with requests that are given all at once."""
-
-    async def burst(number: int, num_prompt_tokens: int, num_tokens: int) -> float:
-        params = {"temperature": 1.0, "max_tokens": num_tokens, "ignore_eos": True}
-        begun = time.perf_counter()
-        async with asyncio.TaskGroup() as tasks:
-            for index in range(number):
-                salt = next(SALTS)
-                # no two begin alike, so that no prefix cache helps
-                prompt = [salt % 250, salt // 250 % 250, salt // 250**2] + [1] * num_prompt_tokens
-                work = client.generate(
-                    prompt[:num_prompt_tokens], params | {"seed": index}, f"speed-{salt}"
-                )
-                tasks.create_task(work)
-        return time.perf_counter() - begun
-
-    async def least(*shape: int) -> float:
-        return min([await burst(*shape) for _ in range(repetitions)])
-
-    await burst(min(8, largest), SHORT, SPEED_TOKENS)  # warms up
+    """With requests that are given all at once; of rounds in turn the medians, since a machine has
+    faster and slower seconds, and the rollouts have them too."""
     sizes = [2**power for power in range(largest.bit_length()) if 2**power < largest] + [largest]
-    step_s = {}
-    for size in sizes:
-        seconds = await least(size, SHORT, SPEED_TOKENS + 1) - await least(size, SHORT, 1)
-        step_s[size] = max(seconds, LEAST_S) / SPEED_TOKENS
+    few, many = min(16, largest), min(64, largest)
+    bursts = [(size, SHORT, tokens) for size in sizes for tokens in (1, SPEED_TOKENS + 1)]
+    bursts.append((few, LONG, 1))
+    seconds: dict[tuple[int, int, int], list[float]] = {burst: [] for burst in bursts}
+    for _ in range(repetitions + 1):
+        for shape, values in seconds.items():
+            values.append(await _burst(client, *shape))
+    typical = {shape: median(values[1:]) for shape, values in seconds.items()}  # the first warms up
+
+    def slope(more: tuple[int, int, int], less: tuple[int, int, int], by: int) -> float:
+        return max(typical[more] - typical[less], LEAST_S) / by
+
+    step_s = {n: slope((n, SHORT, SPEED_TOKENS + 1), (n, SHORT, 1), SPEED_TOKENS) for n in sizes}
     for size, larger in reversed(list(pairwise(sizes))):
         step_s[size] = min(step_s[size], step_s[larger])  # fewer never take longer
-    few, many = min(16, largest), min(64, largest)
-    first = await least(few, SHORT, 1)
-    seconds = max(await least(few, LONG, 1) - first, LEAST_S)
-    speed = EngineSpeed(
-        step_s=step_s, prefill_token_s=seconds / (few * (LONG - SHORT)), request_s=0.0
-    )
-    if many == few:
-        return speed
-    each = (await least(many, SHORT, 1) - first) / (many - few)
-    in_steps = (speed.step_of(many) - speed.step_of(few)) / (many - few)
-    beside = each - in_steps - SHORT * speed.prefill_token_s
-    return replace(speed, request_s=max(beside, 0.0))
+    prefill_token_s = slope((few, LONG, 1), (few, SHORT, 1), few * (LONG - SHORT))
+    request_s = 0.0
+    if many > few:
+        each = slope((many, SHORT, 1), (few, SHORT, 1), many - few)
+        in_steps = (step_s[many] - step_s[few]) / (many - few) + SHORT * prefill_token_s
+        request_s = max(each - in_steps, 0.0)
+    return EngineSpeed(step_s=step_s, prefill_token_s=prefill_token_s, request_s=request_s)
+
+
+async def _burst(client: ServerClient, number: int, prompt_tokens: int, tokens: int) -> float:
+    """Seconds of so many requests at once."""
+    params = {"temperature": 1.0, "max_tokens": tokens, "ignore_eos": True}
+    begun = time.perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        for index in range(number):
+            salt = next(SALTS)
+            # no two begin alike, so that no prefix cache helps
+            prompt = [salt % 250, salt // 250 % 250, salt // 250**2] + [1] * prompt_tokens
+            given = prompt[:prompt_tokens], params | {"seed": index}, f"speed-{salt}"
+            tasks.create_task(client.generate(*given))
+    return time.perf_counter() - begun
 
 
 SHORT, LONG, SPEED_TOKENS = 8, 256, 32
