@@ -1,11 +1,16 @@
 """For all tests; that it stands here lets those in the folders below import tests/*.py."""
 
 import multiprocessing
+import os
 from multiprocessing.context import ForkServerContext
 
 import pytest
 
 pytest.register_assert_rewrite("chaos_checks")
+
+# Before torch is imported here or in a program that a test starts: OpenMP's threads wait by spinning,
+# and where several processes share the cores that takes several times as long as the work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

@@ -254,11 +254,14 @@ def test_two_nodes_with_an_engine_each_then_ctrl_c(project: Path, undisturbed: T
 def test_one_engine_over_two_ranks_then_a_killed_engine(project: Path) -> None:
     training = Training(
         project, "tensor_parallel", "rollout.tensor_parallel_size=2",
-        "trainer.total_training_steps=1000", ranks=2,
+        "trainer.total_training_steps=1000", "rollout.over_sample_rate=0.5",
+        "actor.ppo_epochs=2", "actor.logprobs_in_tail=true", ranks=2,
     )  # fmt: skip
     processes = training.wait_for_step(2)
     assert sum("EngineCore" in "".join(p.cmdline()) for p in processes) == 1
-    assert read_metrics(training.run_dir)[-1]["training/rollout_probs_diff_max"] <= 1e-5
+    last = read_metrics(training.run_dir)[-1]
+    assert last["training/rollout_probs_diff_max"] <= 1e-5
+    assert 0 < last["training/logprobs_in_tail"] <= 1
     kill_engine(training, processes)
     printed = training.leaves_nothing(processes)
     assert len(reasons(printed)) == 1 and "vLLM engine died" in reasons(printed)[0]
