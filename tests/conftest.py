@@ -8,8 +8,8 @@ import pytest
 
 pytest.register_assert_rewrite("chaos_checks")
 
-# Before torch is imported here or in a program that a test starts: OpenMP's threads wait by spinning.
-# Where several processes share the cores that takes several times as long as the work.
+# Before torch is imported here or in a program that a test starts: OpenMP's threads wait by
+# spinning. Where processes share the cores that takes several times as long as the work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
