@@ -25,9 +25,9 @@ endif
 	$(UV) install --quiet --editable ".[$(BUILD),dev]"
 	@touch $@
 
-# Two processes, a file in one of them; one where they would share a GPU.
+# Three processes, since each waits much, a file in one of them; one where they would share a GPU.
 test: setup
-	$(BIN)/python -m pytest $(if $(filter cpu,$(BUILD)),-n 2 --dist loadfile --no-loadscope-reorder)
+	$(BIN)/python -m pytest $(if $(filter cpu,$(BUILD)),-n 3 --dist loadfile --no-loadscope-reorder)
 
 demo: setup
 	$(BIN)/python -m examples.calculator.demo
