@@ -6,6 +6,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from benchmarks.async_vs_sync.rollouts import CaseResult, Rollout
 from benchmarks.async_vs_sync.steps import StepsResult
@@ -158,8 +159,9 @@ def growth(cases: Sequence[CaseResult]) -> Figure:
         ax.plot([c.conversations for c in mine], least, "k--", label="bound", linewidth=1)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
-        for set_formatter in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
-            set_formatter("{x:g}")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter(NullFormatter())
         ax.set_xticks(sizes := [c.conversations for c in mine], map(str, sizes))
         ax.set_xlabel("conversations")
         ax.set_title(name, loc="left", fontsize=10)
