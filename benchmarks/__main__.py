@@ -20,7 +20,7 @@ BENCHMARKS = {
     "rollout_overhead": ["--repetitions=3", "--conversations=1000"],
     "routing": ["--repetitions=3"],
     "scaling": ["--conversations=1024"],
-    "vs_trl": ["--steps=1"],
+    "vs_trl": [],
 }
 """By name, the options with which it takes its part of the time."""
 

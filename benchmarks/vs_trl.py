@@ -1,12 +1,13 @@
 """A training step of minirl against one of TRL's GRPOTrainer, with and without a tool that waits.
 
-    python -m benchmarks.vs_trl [--parts short long tool] [--steps 2] [--repetitions 3]
+    python -m benchmarks.vs_trl [--parts short long tool] [--steps 4] [--repetitions 3]
                                 [--out build/vs_trl.json] [--record]
 
 Both train the demo's policy (0.64 M parameters, float32) on its questions: 16 prompts, 8 samples of
 each, at most 160 tokens behind a prompt, temperature 1, one optimizer step of GRPO without KL on
 all 128 trajectories, the demo's reward, a learning rate that leaves the policy as it is. The arms
-run in turn, each time in a process of their own, of which the first step is left out.
+run in turn, each time in a process of their own, of which the first step is left out. A step takes
+as long as its longest response, and samples differ between the arms: a single step says little.
 
     short   no tool in the prompt: one turn, which ends after some 9 tokens
     long    the same by that policy with random weights, which mostly goes on to the limit
@@ -153,7 +154,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--steps", type=int, default=2, help="that count, of a run")
+    parser.add_argument("--steps", type=int, default=4, help="that count, of a run")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     add_options(parser, "build/vs_trl.json")
