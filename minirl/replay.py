@@ -24,7 +24,7 @@ from minirl.config import Config, ConfigError
 from minirl.distributed import place
 from minirl.journal import Header, Journal, Outcome, config_digest, read_journal
 from minirl.launch import run_command
-from minirl.rollout.server import AsyncServerBase, ServerStats
+from minirl.rollout.server import AsyncServerBase, RequestRefusedError, ServerStats
 from minirl.rollout.worker import SampleRequest
 from minirl.run import open_run
 from minirl.train import train
@@ -50,8 +50,8 @@ class RecordedServer(AsyncServerBase):
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str
     ) -> TokenOutput:
-        """Never asked: RecordedJournal has every conversation."""
-        raise NotImplementedError(request_id)
+        """Always refused: RecordedJournal has every conversation, so nobody should ask."""
+        raise RequestRefusedError(f"request {request_id}: a replay samples nothing")
 
     async def abort(self, request_id: str) -> None:
         """Nothing runs."""

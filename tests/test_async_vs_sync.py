@@ -20,7 +20,7 @@ from scripted_engine import ScriptedEngine
 
 from benchmarks.async_vs_sync.__main__ import benchmark
 from benchmarks.async_vs_sync.bound import EngineSpeed, bound, greedy
-from benchmarks.async_vs_sync.rollouts import newly_read
+from benchmarks.async_vs_sync.rollouts import least_read, newly_read
 from benchmarks.async_vs_sync.settings import (
     FOLDER,
     STEP_ARMS,
@@ -235,8 +235,16 @@ def test_work_before_the_tools_bounds() -> None:
 
 
 def test_what_the_engine_read_is_what_its_cache_did_not_hold() -> None:
+    trajectory, evicted = talk_with_cache(32), talk_with_cache(0)
+    assert newly_read(trajectory) == [40, 40 + 5 + 7 - 32]
+    assert least_read([trajectory, evicted]) == [40, 20]
+    assert plan((5, 0.1), (3, None)).reading([40, 20]).new_tokens == [40, 20]
+
+
+def talk_with_cache(second: int) -> Trajectory:
+    """Two turns, and what the prefix cache held at the second."""
     trajectory = Trajectory(prompt_ids=[1] * 40)
-    for sampled, cached in ((5, 0), (3, 32)):
+    for sampled, cached in ((5, 0), (3, second)):
         trajectory.append_sampled(
             TokenOutput(
                 token_ids=[2] * sampled,
@@ -245,10 +253,9 @@ def test_what_the_engine_read_is_what_its_cache_did_not_hold() -> None:
                 num_cached_tokens=cached,
             )
         )
-        if not cached:
+        if trajectory.num_turns == 1:
             trajectory.append_observation([3] * 7)
-    assert newly_read(trajectory) == [40, 40 + 5 + 7 - 32]
-    assert plan((5, 0.1), (3, None)).reading([40, 20]).new_tokens == [40, 20]
+    return trajectory
 
 
 def test_greedy_decodes_what_it_may() -> None:

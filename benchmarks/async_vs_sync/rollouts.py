@@ -207,11 +207,16 @@ async def measure_case(
             rollout = await arms[mode].rollout(_prompts(plans), step=repetition)
             result.figures[mode].append(rollout.figures())
             result.shown[mode] = rollout
-        reads = [[newly_read(t) for t in result.shown[mode].trajectories] for mode in modes]
-        held = [plan.reading(map(min, *r, r[0])) for plan, *r in zip(plans, *reads, strict=True)]
+        by_plan = zip(*(rollout.trajectories for rollout in result.shown.values()), strict=True)
+        held = [plan.reading(least_read(found)) for plan, found in zip(plans, by_plan, strict=True)]
         result.bounds.append(bound(held, speed))
         result.greedy_s.append(greedy(held, speed))
     return result
+
+
+def least_read(trajectories: Sequence[Trajectory]) -> list[int]:
+    """Per turn of one conversation, which every mode held, the least of what `newly_read` says."""
+    return [min(of_turn) for of_turn in zip(*map(newly_read, trajectories), strict=True)]
 
 
 def newly_read(trajectory: Trajectory) -> list[int]:

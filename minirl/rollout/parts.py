@@ -91,10 +91,10 @@ def make_router(
     )
 
 
-def named(key: str, find: Callable[..., Any], *arguments: Any) -> None:
-    """ConfigError that begins with `key` when `find(*arguments)` raises ValueError."""
+def named(key: str, find: Callable[..., Any], *arguments: Any) -> Any:
+    """`find(*arguments)`; ConfigError that begins with `key` when that raises ValueError."""
     try:
-        find(*arguments)
+        return find(*arguments)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
 
@@ -102,8 +102,8 @@ def named(key: str, find: Callable[..., Any], *arguments: Any) -> None:
 def check_agent_loop(key: str, name: str, agent_loops: dict[str, AgentLoopFactory]) -> None:
     """ConfigError when there is no agent loop of that name, or it cannot run."""
     if name not in agent_loops:
-        named(key, AGENT_LOOPS.find, name)
-        named(key, require_method, AGENT_LOOPS.find(name), AgentLoopBase, "run")
+        found = named(key, AGENT_LOOPS.find, name)
+        named(key, require_method, found, AgentLoopBase, "run")
 
 
 def schemas(tools: dict[str, BaseTool]) -> list[dict[str, Any]] | None:
