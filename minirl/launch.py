@@ -54,7 +54,8 @@ class SocketFolder:
     """A folder that only the user can open, for the sockets of a run; rank 0 makes and removes it.
 
     A file in it, which can be made once, decides who tells why the run ended: the first rank that
-    fails. The others fail because of it.
+    fails. The others fail because of it. That one removes the folder too, since it may be rank 0
+    that is lost.
     """
 
     path: Path | None = None
@@ -78,6 +79,7 @@ class SocketFolder:
             (self.path / "reason").touch(exist_ok=False)
         except (FileExistsError, FileNotFoundError):  # told already, or rank 0 has left
             return False
+        self.owned = True
         return True
 
     def remove(self) -> None:

@@ -41,6 +41,15 @@ def fails_on_rank_1(inputs):
         raise FloatingPointError("planted on rank 1")
     return policy_loss("vanilla", inputs)
 """
+WAITS = """
+import asyncio, os
+from minirl.agent_loop import AgentLoopBase
+
+class Waits(AgentLoopBase):
+    async def run(self, sampling_params, **row):
+        open(os.environ["WAITS_HERE"], "w").close()
+        await asyncio.Event().wait()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +68,7 @@ def project(tmp_path_factory: Any) -> Path:
             file.write(json.dumps(row) + "\n")
     (folder / "reward.py").write_text(REWARD)
     (folder / "planted.py").write_text(LOSS)
+    (folder / "waits.py").write_text(WAITS)
     (folder / "tools.yaml").write_text(
         "tools: [{class_name: 'minirl.tools.calculator:CalculatorTool'}]"
     )
@@ -288,6 +298,33 @@ def test_an_exception_on_rank_1_ends_every_rank(project: Path) -> None:
     assert training.process.returncode == 1
     assert not psutil.wait_procs(processes, END_S)[1]
     assert "planted.py" in (training.run_dir / "logs" / "rank_1.log").read_text()
+
+
+def test_a_leader_that_is_stopped_in_the_rollout_is_named_by_the_others(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = (project / "rows.jsonl").read_text()
+    (tmp_path / "rows.jsonl").write_text(rows.replace("tool_agent", "waits:Waits"))
+    monkeypatch.setenv("WAITS_HERE", str(tmp_path / "in_the_rollout"))
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")  # torchrun's patience with it
+    training = Training(
+        project, "stopped_leader", f"data.train_files=[{tmp_path}/rows.jsonl]",
+        "rollout.name=transformers", "trainer.collective_timeout_s=20", ranks=2,
+    )  # fmt: skip
+    processes = training.wait_for_step(0)
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "in_the_rollout").exists():
+        assert training.process.poll() is None, training.output()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    by_rank = {p.environ().get("RANK"): p for p in psutil.Process(training.process.pid).children()}
+    leader = by_rank["0"]
+    leader.send_signal(signal.SIGSTOP)
+    by_rank["1"].wait(300)
+    printed = training.leaves_nothing(processes)
+    [reason] = reasons(printed)
+    assert f"rank 0 (process {leader.pid} is stopped), which has been in step 1, gen" in reason
+    assert "collective_timeout_s=20" in reason
 
 
 @pytest.mark.parametrize(

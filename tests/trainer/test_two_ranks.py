@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from trainer_helpers import (
     alone,
@@ -57,6 +59,7 @@ def work_on_all(world: Dist, config: Config, folder: Path) -> None:
         check_that_no_rank_holds_the_whole_model(world, config, folder)
         check_that_files_of_other_names_are_read(world, config, folder)
         check_that_master_weights_keep_what_bfloat16_loses(world, config, folder)
+        check_that_compiled_layers_compute_the_same(world, config, folder)
 
 
 def work(world: Dist, config: Config, folder: Path) -> None:
@@ -217,6 +220,27 @@ def check_that_master_weights_keep_what_bfloat16_loses(
     with torch.no_grad():
         weight.mul_(1 + 2**-12)  # less than half of bfloat16's last place
     assert not torch.equal(weight.full_tensor(), before)
+
+
+def check_that_compiled_layers_compute_the_same(world: Dist, config: Config, folder: Path) -> None:
+    """With the backend that runs the compiler's graphs as they are (see test_compile.py)."""
+    compile_with = partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Module, "compile", compile_with)
+        for on in (False, True):
+            model = ModelConfig(path=str(folder / "qwen3" / "model"), compile=on)
+            trainer = PolicyTrainer(replace(config, model=model), world)
+            batch = world.broadcast_batch(make_batch() if world.is_main else None)
+            batch.old_logprobs = trainer.compute_logprobs(batch)
+            metrics = trainer.update(batch)
+            weights = {name: t.clone() for bucket in trainer.weights for name, t in bucket}
+            results.append((batch.old_logprobs, metrics, weights))
+            assert bool(counters["stats"]["unique_graphs"]) == on
+    (logprobs, metrics, weights), (their_logprobs, their_metrics, their_weights) = results
+    torch.testing.assert_close(their_logprobs, logprobs, atol=1e-5, rtol=1e-5)
+    assert their_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(their_weights, weights, atol=1e-5, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")
