@@ -408,7 +408,13 @@ def test_all_modes_are_measured_and_the_causes_add_up(measured: Path) -> None:
         ["sync", "async"],
         ["async"],
     ]
+    assert [list(c["engine"]["step_s"]) for c in results["cases"]] == [
+        ["1", "2"],
+        ["1", "2", "4", "6"],
+        ["1", "2"],
+    ]
     for case in results["cases"]:
+        assert all(seconds > 0 for seconds in case["engine"]["step_s"].values())
         tokens = [[r["tokens"] for r in m["repetitions"]] for m in case["modes"].values()]
         assert len(tokens[0]) == 2 and all(t == tokens[0] for t in tokens)  # the same work
         for mode, found in case["modes"].items():

