@@ -15,7 +15,7 @@ from examples.calculator.demo import prepare
 
 BENCHMARKS = {
     "async_vs_sync": [],
-    "weight_sync": [],
+    "weight_sync": ["--repetitions=5"],
     "train_step": ["--repetitions=3"],
     "rollout_overhead": ["--repetitions=3", "--conversations=1000"],
     "routing": ["--repetitions=3"],

@@ -34,7 +34,7 @@ from minirl.rollout.vllm_server import VLLMServer
 from minirl.testing import tiny_model
 
 ALONE = Workload(
-    num_prompts=24,
+    num_prompts=16,
     n=1,
     num_turns=3,
     prompt_length=1000,
@@ -44,7 +44,7 @@ ALONE = Workload(
     vocabulary=256,
     sampling_params=(("max_tokens", 16), ("ignore_eos", True), ("temperature", 1.0)),
 )
-WORKLOADS = {"alone": ALONE, "groups of 8": replace(ALONE, num_prompts=6, n=8)}
+WORKLOADS = {"alone": ALONE, "groups of 8": replace(ALONE, num_prompts=4, n=8)}
 SHAPE = {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "head_dim": 64}
 """2 to 3 million parameters."""
 
