@@ -83,7 +83,7 @@ class SocketFolder:
         return True
 
     def remove(self) -> None:
-        """Take it away with all that is in it."""
+        """Take it away with all that is in it, where that is this rank's to do."""
         if self.path is not None and self.owned:
             shutil.rmtree(self.path, ignore_errors=True)
 

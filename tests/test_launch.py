@@ -221,8 +221,23 @@ def test_the_socket_folder_is_the_users_alone(
     other.join(sockets.make())
     assert other.path == sockets.path and other.path is not None
     assert stat.S_IMODE(other.path.stat().st_mode) == 0o700
-    assert other.is_first_to_fail() and not sockets.is_first_to_fail()
     other.remove()  # not its own
     assert other.path.exists()
     sockets.remove()
     assert not other.path.exists() and not other.is_first_to_fail()
+
+
+def test_the_first_rank_that_fails_tells_and_takes_the_socket_folder_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    main, first, later = SocketFolder(), SocketFolder(), SocketFolder()
+    path = main.make()
+    first.join(path)
+    later.join(path)
+    assert [folder.is_first_to_fail() for folder in (first, later, main)] == [True, False, False]
+    later.remove()
+    assert Path(path).exists()
+    first.remove()  # rank 0 may be the one that is lost
+    assert not Path(path).exists()
+    main.remove()
