@@ -223,13 +223,17 @@ def check_that_master_weights_keep_what_bfloat16_loses(
 
 
 def check_that_compiled_layers_compute_the_same(world: Dist, config: Config, folder: Path) -> None:
-    """With the backend that runs the compiler's graphs as they are (see test_compile.py)."""
+    """One layer, with the backend that runs the compiler's graphs as they are: see test_compile."""
+    path = folder / "one_layer"
+    if world.is_main:
+        tiny_model(path, hidden_size=32, num_layers=1)
+    world.barrier()
     compile_with = partialmethod(torch.nn.Module.compile, backend="aot_eager")
     results = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.Module, "compile", compile_with)
         for on in (False, True):
-            model = ModelConfig(path=str(folder / "qwen3" / "model"), compile=on)
+            model = ModelConfig(path=str(path), compile=on)
             trainer = PolicyTrainer(replace(config, model=model), world)
             batch = world.broadcast_batch(make_batch() if world.is_main else None)
             batch.old_logprobs = trainer.compute_logprobs(batch)
