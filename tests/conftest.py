@@ -38,7 +38,7 @@ FIRST = [
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, so that several processes end together (`make test` has three). Those
+    """The longest files first, so that all three processes of `make test` end together. Those
     of test_train.py start several processes at once: an engine that is tested beside them takes
     several times as long, so its turn comes when they have ended."""
     files = [item.nodeid.partition("::")[0] for item in items]
