@@ -1,13 +1,14 @@
 """The benchmark of serial, sync and async rollout: what it draws, attributes, bounds and writes."""
 
 import asyncio
+import heapq
 import html
 import json
 import math
 import re
 import time
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +232,73 @@ def test_work_before_the_tools_bounds() -> None:
     """All first turns (0.172 s) have to be over before the last tool begins (0.5 s, 0.103 s)."""
     found = bound([plan((10, 0.5), (10, None), prompt=0)] * 4, SPEED)
     assert (found.chain_s, found.work_s) == pytest.approx((0.706, 0.344))
-    assert found.seconds == found.pipeline_s == pytest.approx(0.775)
+    assert found.pipeline_s == pytest.approx(0.775)
+
+
+def least_makespan(number: int, turns: tuple[int, int], tool: int, speed: EngineSpeed) -> int:
+    """In ms, of so many equal conversations of two turns, by a search through all schedules: in
+    each step any of those that are ready, or none until the next tool has answered."""
+    ms = {n: round(1e3 * speed.step_of(n)) for n in range(1, number + 1)}
+    prompt, last = round(1e3 * speed.request_s), sum(turns)
+    start = ((0, 0),) * number  # tokens so far and what is left of the tool, of each
+    shortest, heap = {start: 0}, [(0, start)]
+    while heap:
+        now, state = heapq.heappop(heap)
+        if all(done == last for done, _ in state):
+            return now
+        if now > shortest[state]:
+            continue
+        ready = [i for i, (done, wait) in enumerate(state) if not wait and done < last]
+        waits = [wait for _, wait in state if wait]
+        moves = [chosen for size in range(1, number + 1) for chosen in combinations(ready, size)]
+        for chosen in [*moves, *([()] if waits else [])]:
+            begin = sum(state[i][0] in (0, turns[0]) for i in chosen)
+            passed = ms[len(chosen)] + prompt * begin if chosen else min(waits)
+            after = [(done, max(wait - passed, 0)) for done, wait in state]
+            for i in chosen:
+                done = state[i][0] + 1
+                after[i] = (done, tool if done == turns[0] else 0)
+            following = tuple(sorted(after))
+            if now + passed < shortest.get(following, math.inf):
+                shortest[following] = now + passed
+                heapq.heappush(heap, (now + passed, following))
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("steps", "prompt", "tool"),
+    [
+        ({1: 10, 4: 10}, 0, 40),  # a step takes as long for four: all together
+        ({1: 10, 4: 25}, 0, 40),
+        ({1: 10, 4: 25}, 4, 25),
+        ({1: 10, 2: 18, 4: 38}, 3, 60),  # next to nothing is shared: one after another
+        ({1: 3, 4: 30}, 2, 60),
+        ({1: 10, 2: 16, 4: 20}, 0, 0),
+    ],
+)
+@pytest.mark.parametrize("turns", [(1, 1), (2, 2), (3, 1)])
+def test_no_schedule_beats_the_bound(
+    steps: dict[int, int], prompt: int, tool: int, turns: tuple[int, int]
+) -> None:
+    speed = EngineSpeed(
+        step_s={n: ms / 1e3 for n, ms in steps.items()},
+        prefill_token_s=0.0,
+        request_s=prompt / 1e3,
+    )
+    plans = [plan((turns[0], tool / 1e3), (turns[1], None))] * 4
+    best, found = least_makespan(4, turns, tool, speed) / 1e3, bound(plans, speed)
+    assert 0.8 * best < found.seconds <= best + 1e-9
+    assert best <= greedy(plans, speed) + 1e-9
+
+
+def test_conversations_that_share_steps_bound() -> None:
+    """As thin as `fixed > N each` makes it, all together is best: the bound is what that takes."""
+    speed = EngineSpeed(step_s={1: 0.010, 8: 0.0135}, prefill_token_s=0.0, request_s=0.0)
+    plans = [plan((10, 0.5), (5, None))] * 8
+    found = bound(plans, speed)
+    assert found.seconds == found.shared_s == pytest.approx(0.5 + 15 * 0.0135)
+    longer = [*plans[:7], plan((11, 0.5), (5, None))]
+    assert bound(longer, speed).shared_s == pytest.approx(found.shared_s)  # by the shortest
 
 
 def test_what_the_engine_read_is_what_its_cache_did_not_hold() -> None:

@@ -35,6 +35,13 @@ class EngineSpeed:
         sizes = sorted(self.step_s)
         return float(np.interp(number, sizes, [self.step_s[size] for size in sizes]))
 
+    def line(self, number: int) -> tuple[float, float]:
+        """(a, b) such that a step of n <= `number` conversations takes no less than a + b n."""
+        full = self.step_of(number)
+        fewer = [size for size in self.step_s if size < number]
+        each = max(((full - self.step_s[n]) / (number - n) for n in fewer), default=0.0)
+        return full - each * number, each
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
@@ -47,11 +54,14 @@ class Bound:
     pipeline_s: float
     """The same of any set of turns, between the earliest time at which one of them can begin and
     the least that follows one of them (heads and tails of one machine: Carlier, 1982)."""
+    shared_s: float
+    """What the average conversation takes at least before and after its first tool, in steps that
+    it shares with the others."""
 
     @property
     def seconds(self) -> float:
         """The makespan that nothing can beat."""
-        return max(self.chain_s, self.work_s, self.pipeline_s)
+        return max(self.chain_s, self.work_s, self.pipeline_s, self.shared_s)
 
 
 def bound(plans: Sequence[Plan], speed: EngineSpeed) -> Bound:
@@ -73,6 +83,7 @@ def bound(plans: Sequence[Plan], speed: EngineSpeed) -> Bound:
         chain_s=float(max(chains)),
         work_s=float(sum(work)),
         pipeline_s=_pipeline(np.array(heads), np.array(work), np.array(tails)),
+        shared_s=_shared(plans, speed),
     )
 
 
@@ -106,3 +117,55 @@ def _pipeline(heads: np.ndarray, work: np.ndarray, tails: np.ndarray) -> float:
         chosen = heads >= head
         best = max(best, float(np.max(head + np.cumsum(work[chosen]) + tails[chosen])))
     return best
+
+
+def _shared(plans: Sequence[Plan], speed: EngineSpeed) -> float:
+    """Of N conversations that each have no more than the shortest of them has in each turn.
+
+    Until a conversation has its first k tokens it has waited for k steps and for what the others
+    did meanwhile: all their prompts and first k tokens, N (w + b k), but for what comes later. Only
+    where its own steps are late can that be less: where two get their kth token d steps apart, no
+    more than min(d, k) tokens of one, and its prompt if d >= k, come after the other has all. So
+
+        mean time to the kth token  >=  a (k + mean d_i) + N (w + b k)
+                                        - (b + w / k) / 2N * sum over i, j of min(|d_i - d_j|, k)
+
+    with d_i >= 0, which _latest makes as small as it can be. After the tools the same holds from
+    the end backwards, where only one prompt of each two conversations is sure to count. The average
+    of tool, time before and time after is no more than the makespan.
+    """
+    fixed, each = speed.line(len(plans))
+    turns = min(len(plan.turns) for plan in plans)
+    if turns < 2 or fixed <= 0:
+        return 0.0
+    number = len(plans)
+    tokens = [min(plan.turns[i].response_tokens for plan in plans) for i in range(turns)]
+    prompts = [
+        speed.request_s + speed.prefill_token_s * min(plan.new_tokens[i] for plan in plans)
+        for i in range(turns)
+    ]
+    tool = min(plan.turns[0].tool_s or 0.0 for plan in plans)
+    first, others = tokens[0], sum(tokens[1:])
+    before = fixed * first + number * (prompts[0] + each * first)
+    before -= first * _latest(number * (each + prompts[0] / first), fixed)
+    after = fixed * others + number * each * others + sum(prompts[1:]) * (number + 1) / 2
+    after -= others * _latest(number * each, fixed)
+    return tool + before + after
+
+
+def _latest(shared: float, fixed: float) -> float:
+    """The largest shared / 2 * E min(|d - d'|, 1) - fixed * E d over the distributions of d >= 0.
+
+    1 - min(|x|, 1) is a positive definite function, so this is concave, and piecewise linear
+    between whole numbers: the best d are 0, 1, 2, ... in falling shares, (level - fixed d) / shared
+    of all, as many as are positive.
+    """
+    if shared <= fixed:
+        return 0.0
+    count, level = 1, shared
+    while level > fixed * count:
+        count += 1
+        level = shared / count + fixed * (count - 1) / 2
+    late = np.arange(count)
+    shares = (level - fixed * late) / shared
+    return float(shared / 2 * (1 - np.sum(shares**2)) - fixed * np.sum(shares * late))

@@ -196,6 +196,7 @@ class VLLMServer(AsyncServerBase):
                 logprobs=0,  # of the sampled token only
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
+                skip_clone=True,  # nobody else has these
             )
             prompt: Any = {"type": "token", "prompt_token_ids": prompt_ids}
             outputs = [o async for o in self._engine.generate(prompt, params, request_id)]

@@ -2,16 +2,23 @@
 
 import asyncio
 import contextvars
+import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Calls = SimpleQueue["Callable[[Calls], None]"]
+_idle: deque[Calls] = deque()
+"""Of the threads that wait for a call; the last one that was busy is used first."""
+os.register_at_fork(after_in_child=_idle.clear)  # a child has none of its parent's threads
 
 
 async def run_in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-    """Await a blocking function in a daemon thread of its own.
+    """Await a blocking function in a daemon thread that does nothing else meanwhile.
 
     Not `asyncio.to_thread`: functions that hang would fill its few threads, which all of asyncio
     shares, and keep the process from ending. Cancelling stops the wait, not the function.
@@ -24,22 +31,37 @@ async def run_in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any
         if not done.done():  # it is when the waiting task was cancelled
             done.set_result((result, error))
 
-    def work() -> None:
+    def work(mine: Calls) -> None:
         result, error = None, None
         try:
             result = context.run(function, *args, **kwargs)
         except BaseException as raised:
             error = raised
+        _idle.append(mine)
         with suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
             loop.call_soon_threadsafe(deliver, result, error)
 
-    threading.Thread(target=work, daemon=True, name=f"minirl-{_name(function)}").start()
+    _idle_thread().put(work)
     result, error = await done
     if isinstance(error, Exception):
         raise error
-    if error is not None:  # SystemExit ends its own thread, never the program
+    if error is not None:  # SystemExit ends the call, never the program
         raise RuntimeError(f"{_name(function)} raised {error!r}") from error
     return result  # type: ignore[return-value]
+
+
+def _idle_thread() -> Calls:
+    """One that waits, or a new one: to start it takes longer than to hand it a call."""
+    with suppress(IndexError):
+        return _idle.pop()
+    calls: Calls = SimpleQueue()
+    threading.Thread(target=_serve, args=(calls,), daemon=True, name="minirl-call").start()
+    return calls
+
+
+def _serve(calls: Calls) -> None:
+    while True:
+        calls.get()(calls)
 
 
 def _name(function: Callable[..., Any]) -> str:
