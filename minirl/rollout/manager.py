@@ -19,6 +19,9 @@ from minirl.rollout.server import ServerClient, engine_answers
 from minirl.rollout.worker import SampleRequest, Workers, WorkerStats, loop_lag
 from minirl.types import GREEDY, Group, Trajectory, conversations
 
+BEGIN_TOGETHER = 16
+"""Conversations. With fewer, each request costs more on its way, which many share."""
+
 
 class TooManyFailuresError(RuntimeError):
     """More trajectories failed than rollout.max_failure_fraction allows."""
@@ -69,9 +72,11 @@ class AgentLoopManager:
         await self._workers.begin(len(missing))
         started = time.perf_counter()
         async with loop_lag() as lag, asyncio.TaskGroup() as tasks:
-            running = {
-                i: tasks.create_task(self._run(requests[i], races[i], journal)) for i in missing
-            }
+            running: dict[int, asyncio.Task[list[Trajectory]]] = {}
+            for i in missing:
+                running[i] = tasks.create_task(self._run(requests[i], races[i], journal))
+                if len(running) % BEGIN_TOGETHER == 0:
+                    await asyncio.sleep(0)  # their requests go out while the next are prepared
             if in_tail:
                 await _quarter_left(running.values())
                 await in_tail(_ended(results, running))
@@ -195,6 +200,8 @@ class Race:
         task = asyncio.current_task()
         assert task
         self._running.add(task)
+        if self.is_over:  # before this one began
+            task.cancel()
         try:
             yield
         finally:

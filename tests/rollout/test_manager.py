@@ -461,6 +461,46 @@ async def test_over_sampling_does_not_take_what_would_not_be_aborted(open_rollou
     assert rollout.manager.metrics["rollout/num_aborted"] == 2
 
 
+@register("begins_or_ends")
+class BeginsOrEnds(AgentLoopBase):
+    """Asks for one turn; with `at_once` the first sample asks for none."""
+
+    num_begun: ClassVar[int]
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
+        BeginsOrEnds.num_begun += 1
+        trajectory = await self.start(row["raw_prompt"])
+        if not row.get("at_once") or row["sample_index"]:
+            await self.generate(trajectory, sampling_params)
+        return self.finish(trajectory, "stop")
+
+
+async def test_requests_go_out_before_all_conversations_have_begun(open_rollout: Opener) -> None:
+    def reply(request_id: str, turn: int, prompt_ids: list[int]) -> str:
+        begun.append(BeginsOrEnds.num_begun)
+        return "#### 0"
+
+    BeginsOrEnds.num_begun, begun = 0, list[int]()
+    async with open_rollout(reply) as rollout:
+        rows = prompts(400, agent_name="begins_or_ends")
+        trajectories = await rollout.manager.generate_sequences(rows, step=1)
+    assert [t.uid for t in trajectories] == [row["uid"] for row in rows]
+    assert min(begun) < 200 and max(begun) == 400
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+async def test_a_race_that_is_over_before_the_last_has_begun(
+    open_rollout: Opener, mode: str
+) -> None:
+    BeginsOrEnds.num_begun, settings = 0, ["rollout.over_sample_rate=99", f"rollout.mode={mode}"]
+    never = lambda request_id, turn: 3600.0
+    async with open_rollout(right, *settings, delay_s=never) as rollout, asyncio.timeout(120):
+        rows = prompts(1, agent_name="begins_or_ends", at_once=True)
+        trajectories = await rollout.manager.generate_sequences(rows, step=1)
+    assert [t.sample_index for t in trajectories] == [0]
+    assert rollout.manager.metrics["rollout/num_aborted"] == 99
+
+
 async def test_a_timeout_is_no_zero_either(open_rollout: Opener) -> None:
     rows = prompts(2)
     delay = lambda request_id, turn: 0.0 if len(rollout.requests) == 1 else 3600.0
