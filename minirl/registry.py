@@ -81,10 +81,9 @@ def locate(path: str, kind: str = "object") -> Any:
     return getattr(module, attribute)
 
 
-def require_method(found: Any, base: type, name: str) -> None:
-    """ValueError for a subclass of `base` without the method that `base` leaves to it."""
-    is_class = isinstance(found, type) and issubclass(found, base)
-    if is_class and getattr(found, name) is getattr(base, name):
+def require_methods(found: Any) -> None:
+    """ValueError for a class without a method that its base class leaves to it."""
+    for name in sorted(getattr(found, "__abstractmethods__", ())):
         raise ValueError(f"{found.__qualname__} has no method `{name}`; write it")
 
 

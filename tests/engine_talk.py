@@ -12,7 +12,7 @@ from engine_pair import Pair
 from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
-from minirl.agent_loop import AgentLoopBase, AgentLoopContext
+from minirl.agent_loop import AgentLoopContext, SingleTurnAgentLoop
 from minirl.agent_loop.tool_parser.base import NO_SCHEMAS, ParsedTurn, Schemas
 from minirl.chat import ChatBuilder
 from minirl.config import load_config
@@ -73,7 +73,7 @@ async def talk(
 
     The trajectory, and the log-probabilities that the client was given.
     """
-    conversation = Conversation(AgentLoopBase(context), {"temperature": 1.0, "seed": number})
+    conversation = Conversation(SingleTurnAgentLoop(context), {"temperature": 1.0, "seed": number})
     messages: list[Any] = [{"role": "user", "content": f"Say {number}."}]
     given = {"messages": messages, "tools": [ECHO], "logprobs": True, "max_completion_tokens": 40}
     async with context.endpoint.serving(conversation) as access:

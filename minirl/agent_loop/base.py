@@ -6,6 +6,7 @@ import json
 import re
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from minirl.agent_loop.tool_parser import TOOL_PARSERS, ToolParser
 from minirl.config import Config, ConfigError
 from minirl.entries import load_entries
-from minirl.registry import Registry, locate, nearest, option_names, require_method
+from minirl.registry import Registry, locate, nearest, option_names, require_methods
 from minirl.tools.base import BaseTool, ToolCall
 from minirl.tools.session import ToolSession
 from minirl.tools.truncate import split_kept
@@ -85,7 +86,7 @@ class AgentLoopContext:
         self.stop_when = re.compile(settings.stop_when) if settings.stop_when else None
 
 
-class AgentLoopBase:
+class AgentLoopBase(ABC):
     """One conversation. Subclass it, write `run`, and decorate the class with `@register(name)`.
 
     An object is made per trajectory, so `self` may hold the state of the conversation. Options of
@@ -108,6 +109,7 @@ class AgentLoopBase:
     def check_options(cls, **options: Any) -> None:
         """ValueError for options that cannot be used; called before a run starts."""
 
+    @abstractmethod
     async def run(
         self, sampling_params: dict[str, Any], **row: Any
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
@@ -115,7 +117,6 @@ class AgentLoopBase:
 
         Every trajectory returned has been finished. An exception ends this conversation only.
         """
-        raise NotImplementedError
 
     async def start(
         self, messages: Messages, tools: list[dict[str, Any]] | None = None
@@ -308,7 +309,7 @@ def _agent_loop(entry: dict[str, Any]) -> Iterator[tuple[str, AgentLoopFactory]]
     found = locate(target, "agent loop")
     if not (isinstance(found, type) and issubclass(found, AgentLoopBase)):
         raise ValueError(f"_target_: {target!r} is not a subclass of AgentLoopBase")
-    require_method(found, AgentLoopBase, "run")
+    require_methods(found)
     known = option_names(found)
     for key in options.keys() - known:
         raise ValueError(f"{key}: {target} has no such option{nearest(str(key), known)}")

@@ -2,20 +2,21 @@
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from minirl.entries import load_entries, locate_class
-from minirl.registry import nearest, require_method
+from minirl.registry import nearest, require_methods
 from minirl.types import RewardRecord, Trajectory
 from minirl.waits import WAITS
 
 Messages = list[dict[str, Any]]
 
 
-class Interaction:
+class Interaction(ABC):
     """Subclass it; one object serves all conversations, told apart by `instance_id`.
 
     Per conversation: `start` once, `generate_response` after every turn that calls no tool,
@@ -29,6 +30,7 @@ class Interaction:
         """Prepare one conversation and return its id; `interaction_kwargs` are the row's."""
         return instance_id or uuid.uuid4().hex
 
+    @abstractmethod
     async def generate_response(
         self, instance_id: str, messages: Messages, **interaction_kwargs: Any
     ) -> tuple[str, bool, float]:
@@ -37,7 +39,6 @@ class Interaction:
         `messages` is the conversation so far, the policy's turn last. When it is over, what the
         user says is not appended.
         """
-        raise NotImplementedError
 
     async def finalize(self, instance_id: str, **interaction_kwargs: Any) -> None:
         """Drop the state of one conversation."""
@@ -111,5 +112,5 @@ def _build(entry: dict[str, Any]) -> Iterator[tuple[str, Interaction]]:
         raise ValueError("name: missing; rows choose by extra_info.interaction_kwargs.name")
     if not (isinstance(found, type) and issubclass(found, Interaction)):
         raise ValueError(f"class_name: {entry['class_name']!r} is not an Interaction class")
-    require_method(found, Interaction, "generate_response")
+    require_methods(found)
     yield entry["name"], found(entry.get("config") or {})

@@ -8,7 +8,6 @@ from transformers import AutoTokenizer
 
 from minirl.agent_loop import (
     AGENT_LOOPS,
-    AgentLoopBase,
     AgentLoopContext,
     Interaction,
     Server,
@@ -19,7 +18,7 @@ from minirl.agent_loop.base import AgentLoopFactory
 from minirl.chat import ChatBuilder, ChatTemplateError, certify
 from minirl.config import AgentConfig, Config, ConfigError, ModelConfig, require
 from minirl.openai.endpoint import PolicyEndpoint
-from minirl.registry import require_method
+from minirl.registry import require_methods
 from minirl.rewards import RewardManager, load_reward_manager
 from minirl.rollout.client import AsyncLLMServerManager, Generator
 from minirl.rollout.worker import AgentLoopWorker
@@ -103,7 +102,7 @@ def check_agent_loop(key: str, name: str, agent_loops: dict[str, AgentLoopFactor
     """ConfigError when there is no agent loop of that name, or it cannot run."""
     if name not in agent_loops:
         found = named(key, AGENT_LOOPS.find, name)
-        named(key, require_method, found, AgentLoopBase, "run")
+        named(key, require_methods, found)
 
 
 def schemas(tools: dict[str, BaseTool]) -> list[dict[str, Any]] | None:

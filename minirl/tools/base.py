@@ -1,6 +1,7 @@
 """The contract of a tool."""
 
 import uuid
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -32,7 +33,7 @@ class ToolCall:
     """Why the call is malformed, in words for the model; None = it is well-formed."""
 
 
-class BaseTool:
+class BaseTool(ABC):
     """A tool; one object serves all trajectories, which its methods tell apart by `instance_id`.
 
     Per trajectory: `create` at the first call, `execute` per call (calls of one turn run at once),
@@ -69,6 +70,7 @@ class BaseTool:
         """Prepare the state of one trajectory and return the id that the other methods get."""
         return instance_id or uuid.uuid4().hex
 
+    @abstractmethod
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, float]]:
@@ -76,7 +78,6 @@ class BaseTool:
 
         `parameters` fit the schema. An exception becomes the answer; the conversation goes on.
         """
-        raise NotImplementedError
 
     async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float:
         """Reward of the whole trajectory as this tool sees it."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from minirl.entries import load_entries, locate_class
-from minirl.registry import require_method
+from minirl.registry import require_methods
 from minirl.tools.base import BaseTool
 from minirl.tools.function import FunctionTool
 
@@ -27,7 +27,7 @@ def _build(entry: dict[str, Any]) -> Iterator[tuple[str, BaseTool]]:
     if isinstance(found, FunctionTool):
         tools: list[BaseTool] = [FunctionTool(found.function, config, schema or found.tool_schema)]
     elif isinstance(found, type) and issubclass(found, BaseTool):
-        require_method(found, BaseTool, "execute")
+        require_methods(found)
         tools = found.load(config, schema)
     else:
         raise ValueError(

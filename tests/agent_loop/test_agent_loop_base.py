@@ -98,7 +98,6 @@ async def test_a_loop_may_return_several_trajectories():
         (Nothing, "run() returned None", 0),
         (Late, "TimeoutError: upstream", 0),
         (Exiting, r"SystemExit: no \udcff licence", 0),  # escaped: it could not be written
-        (AgentLoopBase, "NotImplementedError", 0),
     ],
 )
 async def test_exceptions_of_user_code_become_data(loop_class, error, num_turns):

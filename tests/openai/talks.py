@@ -11,7 +11,7 @@ import httpx
 import pytest
 from openai import APIStatusError, AsyncOpenAI
 
-from minirl.agent_loop import AgentLoopBase, AgentLoopContext
+from minirl.agent_loop import AgentLoopContext, SingleTurnAgentLoop
 from minirl.chat import ChatBuilder
 from minirl.config import Config, load_config
 from minirl.openai.conversation import Conversation
@@ -82,7 +82,8 @@ async def talking(
         server=script, tokenizer=TOKENIZER, chat=CHAT, tools={}, config=config
     )
     context.endpoint = PolicyEndpoint(context)
-    conversation = Conversation(AgentLoopBase(context), params or {"temperature": 1.0, "seed": 5})
+    agent_loop = SingleTurnAgentLoop(context)
+    conversation = Conversation(agent_loop, params or {"temperature": 1.0, "seed": 5})
     try:
         async with context.endpoint.serving(conversation) as access:
             client = AsyncOpenAI(base_url=access.base_url, api_key="any", http_client=HTTP)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 from scripted_engine import ScriptedEngine, serving
 
-from minirl.agent_loop import AgentLoopBase, ServerError, register
+from minirl.agent_loop import AgentLoopBase, ServerError, SingleTurnAgentLoop, register
 from minirl.journal import Header, Journal
 from minirl.rewards import load_reward_manager
 from minirl.rollout.client import AsyncLLMServerManager
@@ -761,7 +761,7 @@ async def test_a_rollout_that_stands_still_says_who_waits_for_what(
 
 
 @register("cannot_be_made")
-class CannotBeMade(AgentLoopBase):
+class CannotBeMade(SingleTurnAgentLoop):
     def __init__(self, context: Any) -> None:
         raise LookupError("not today")
 
