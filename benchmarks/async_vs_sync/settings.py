@@ -38,6 +38,8 @@ class Case:
     """All latencies of the workload's tools, times this."""
     turns: int | None = None
     """Instead of the workload's."""
+    repetitions: int | None = None
+    """Instead of the benchmark's."""
 
     def modes_for(self, number: int) -> list[str]:
         """Those that are run with so many conversations."""
@@ -93,7 +95,9 @@ def load_settings(path: Path) -> Settings:
         problem = str(error).strip().splitlines()[0]
         raise ConfigError(f"{path}: {getattr(error, 'full_key', None) or ''}: {problem}") from error
     assert isinstance(settings, Settings)
-    require(settings.repetitions > 0, f"{path}: repetitions", settings.repetitions, "at least 1")
+    for counted in (settings, *settings.cases, *settings.full):
+        number = counted.repetitions
+        require(number is None or number > 0, f"{path}: repetitions", number, "at least 1")
     require(bool(settings.cases), f"{path}: cases", [], "name a workload and conversations")
     for case in [*settings.cases, *settings.full, *([settings.steps] if settings.steps else [])]:
         _check_case(case, str(path))
@@ -201,7 +205,7 @@ def check_lengths(cases: Sequence[Case], settings: Settings, config: Config) -> 
         workload = case.load()
         if workload.response_key == "response_s":
             continue
-        draws = range(seed, seed + repetitions + 1)
+        draws = range(seed, seed + (case.repetitions or repetitions) + 1)
         plans = [plan for s in draws for plan in workload.draw(max(case.conversations), s)]
         around = TEMPLATE_TOKENS * max(len(plan.turns) for plan in plans)
         response = max(plan.num_tokens - plan.prompt_tokens for plan in plans) + around

@@ -25,7 +25,7 @@ class SpeedMeter:
     def __init__(self, client: ServerClient, largest: int) -> None:
         """Of up to `largest` conversations at once."""
         self._client = client
-        self._sizes = [2**power for power in range(largest.bit_length()) if 2**power < largest]
+        self._sizes = [4**power for power in range(largest.bit_length()) if 4**power < largest]
         self._sizes.append(largest)
         self._few, self._many = min(16, largest), min(64, largest)
         bursts = [(size, SHORT, tokens) for size in self._sizes for tokens in (1, TOKENS + 1)]
