@@ -83,8 +83,8 @@ def locate(path: str, kind: str = "object") -> Any:
 
 def require_methods(found: Any) -> None:
     """ValueError for a class without a method that its base class leaves to it."""
-    for name in sorted(getattr(found, "__abstractmethods__", ())):
-        raise ValueError(f"{found.__qualname__} has no method `{name}`; write it")
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise ValueError(f"{found.__qualname__} has no method `{'`, `'.join(missing)}`; write it")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

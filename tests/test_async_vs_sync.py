@@ -235,6 +235,13 @@ def test_work_before_the_tools_bounds() -> None:
     assert found.pipeline_s == pytest.approx(0.775)
 
 
+def test_work_before_the_tools_of_unequal_conversations_bounds() -> None:
+    """Three first turns (0.129 s) come before the last of their tools begins; one is short."""
+    talks = [plan((10, 0.5), (10, None), prompt=0)] * 3 + [plan((1, 0.0), (1, None), prompt=0)]
+    found = bound(talks, SPEED)
+    assert found.seconds == found.pipeline_s == pytest.approx(0.129 + 0.5 + 0.103)
+
+
 def least_makespan(number: int, turns: tuple[int, int], tool: int, speed: EngineSpeed) -> int:
     """In ms, of so many equal conversations of two turns, by a search through all schedules: in
     each step any of those that are ready, or none until the next tool has answered."""

@@ -191,7 +191,7 @@ async def measure_case(
     meter, all_plans = SpeedMeter(client, number), []
     await meter.warm_up()
     await meter.round()
-    for repetition in range((case.repetitions or settings.repetitions) + 1):
+    for repetition in range(settings.repetitions_of(case) + 1):
         plans = draw(settings, case, number, repetition, meter.speed().token_s)
         if repetition == 0:  # warms up
             await arms[list(figures)[-1]].rollout(_prompts(plans), step=0)

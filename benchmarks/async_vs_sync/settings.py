@@ -83,6 +83,10 @@ class Settings:
     """With --full, these too."""
     steps: WholeSteps | None = None
 
+    def repetitions_of(self, case: Case) -> int:
+        """That count; one more warms up."""
+        return case.repetitions or self.repetitions
+
 
 def load_settings(path: Path) -> Settings:
     """From a file; ConfigError names the place, the value and what is allowed."""
@@ -199,13 +203,13 @@ def check_lengths(cases: Sequence[Case], settings: Settings, config: Config) -> 
 
     Lengths that are given as times are not known yet: an agent loop refuses them.
     """
-    steps, repetitions, seed = settings.steps, settings.repetitions, settings.seed
+    steps, seed = settings.steps, settings.seed
     of_steps = [Case(workload=steps.workload, conversations=[steps.prompts])] if steps else []
     for case in [*cases, *of_steps]:
         workload = case.load()
         if workload.response_key == "response_s":
             continue
-        draws = range(seed, seed + (case.repetitions or repetitions) + 1)
+        draws = range(seed, seed + settings.repetitions_of(case) + 1)
         plans = [plan for s in draws for plan in workload.draw(max(case.conversations), s)]
         around = TEMPLATE_TOKENS * max(len(plan.turns) for plan in plans)
         response = max(plan.num_tokens - plan.prompt_tokens for plan in plans) + around

@@ -105,7 +105,7 @@ class AgentLoopBase(ABC):
         self.trajectories: list[Trajectory] = []
         """Everything that `start` made."""
 
-    @classmethod
+    @classmethod  # noqa: B027
     def check_options(cls, **options: Any) -> None:
         """ValueError for options that cannot be used; called before a run starts."""
 

@@ -40,7 +40,7 @@ class Interaction(ABC):
         user says is not appended.
         """
 
-    async def finalize(self, instance_id: str, **interaction_kwargs: Any) -> None:
+    async def finalize(self, instance_id: str, **interaction_kwargs: Any) -> None:  # noqa: B027
         """Drop the state of one conversation."""
 
 

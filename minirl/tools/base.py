@@ -83,10 +83,10 @@ class BaseTool(ABC):
         """Reward of the whole trajectory as this tool sees it."""
         return 0.0
 
-    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
+    async def release(self, instance_id: str, **release_kwargs: Any) -> None:  # noqa: B027
         """Drop the state of one trajectory."""
 
-    async def aclose(self) -> None:
+    async def aclose(self) -> None:  # noqa: B027
         """Drop what all trajectories share; called at the end of the run."""
 
     def find_problem(self, arguments: dict[str, Any]) -> str | None:

@@ -766,15 +766,20 @@ class CannotBeMade(SingleTurnAgentLoop):
         raise LookupError("not today")
 
 
+@register("has_no_run")
+class HasNoRun(AgentLoopBase): ...
+
+
 async def test_an_agent_loop_that_cannot_be_made_is_its_trajectorys_failure(
     open_rollout: Opener,
 ) -> None:
     async with open_rollout(right) as rollout:
-        rows = prompts(3)
-        rows[1]["agent_name"] = "cannot_be_made"
+        rows = prompts(6)
+        rows[1]["agent_name"], rows[2]["agent_name"] = "cannot_be_made", "has_no_run"
         trajectories = await rollout.manager.generate_sequences(rows, step=1)
-    assert [t.termination for t in trajectories] == ["stop", "error", "stop"]
+    assert [t.termination for t in trajectories] == ["stop", "error", "error", *["stop"] * 3]
     assert "not today" in (trajectories[1].error or "") and trajectories[1].uid == "0-1"
+    assert re.search("abstract class HasNoRun .*run", trajectories[2].error or "")
 
 
 async def test_at_a_barrier_each_conversation_waits_under_its_own_name(
