@@ -7,7 +7,7 @@ Every collective here runs on CPU tensors over gloo, so it works while an engine
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -202,7 +202,7 @@ def distributed(config: Config) -> Iterator[Dist]:
     number of ranks or when the device that is asked for does not exist.
     """
     world = place(config, os.environ)
-    torch.set_num_threads(num_threads(world.world_size))
+    torch.set_num_threads(num_threads(os.environ))
     several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", world.world_size)) < world.world_size
     if several_nodes and "GLOO_SOCKET_IFNAME" not in os.environ:
         # Else gloo takes that of the host's name, which nodes on one machine share.
@@ -240,14 +240,16 @@ def distributed(config: Config) -> Iterator[Dist]:
     dist.destroy_process_group()
 
 
-def num_threads(world_size: int) -> int:
-    """That torch computes with on each rank; all are on this machine."""
-    cores = len(os.sched_getaffinity(0)) // world_size
-    # One core is left to the rest: OpenMP threads that outnumber the free cores wait by spinning.
-    return max(1, cores - 1)
+def num_threads(environment: Mapping[str, str]) -> int:
+    """That torch computes with on a rank: OMP_NUM_THREADS, or its share of the cores."""
+    on_node = int(environment.get("LOCAL_WORLD_SIZE", 1))
+    given = environment.get("OMP_NUM_THREADS", "").split(",")[0]  # a list is one per nesting level
+    if given.isdigit() and (int(given) > 1 or on_node == 1):  # else the 1 is torchrun's
+        return max(1, int(given))
+    return max(1, len(os.sched_getaffinity(0)) // on_node)
 
 
-def place(config: Config, environment: os._Environ[str] | dict[str, str]) -> Dist:
+def place(config: Config, environment: Mapping[str, str]) -> Dist:
     """This rank's Dist from torchrun's variables; opens nothing."""
     local_rank = int(environment.get("LOCAL_RANK", 0))
     world_size = int(environment.get("WORLD_SIZE", 1))

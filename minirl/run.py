@@ -177,8 +177,7 @@ async def _start_engine(config: Config, world: Dist, stack: AsyncExitStack) -> A
         config,
         log_file=config.trainer.run_dir / "logs" / f"engine_{world.group}.log",
         device_ids=None if world.device.type == "cpu" else world.group_devices,
-        # One core stays free for the engine's scheduler and the event loop: OpenMP threads wait by
-        # spinning, and a worker with as many threads as there are cores loses most of its speed.
+        # One core stays free for the event loop, which works while the engine does.
         num_threads=max(1, (cores - 1) // size),
     )
     with WAITS.on(f"engine {world.group} to start", logging.INFO):  # minutes, for a large model

@@ -1,8 +1,18 @@
+import os
+import subprocess
+import sys
+
 import pytest
 import torch.distributed
 
 from minirl.config import Config, ConfigError, ModelConfig, RolloutConfig, TrainerConfig
-from minirl.distributed import choose_device, distributed, interface_towards, place
+from minirl.distributed import (
+    choose_device,
+    distributed,
+    interface_towards,
+    num_threads,
+    place,
+)
 
 
 def config_for(tensor_parallel_size: int = 1) -> Config:
@@ -35,6 +45,29 @@ def test_a_size_that_does_not_divide_the_world_is_refused():
     assert place(config_for(2), {**node, "RANK": "3", "LOCAL_RANK": "1"}).leader == 2
     with pytest.raises(ConfigError, match=r"got 4, .* the 2 ranks; .* on each node"):
         place(config_for(4), node)
+
+
+def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert num_threads({}) == 8
+    assert num_threads({"LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}) == 1
+    assert num_threads({"OMP_NUM_THREADS": "3,2"}) == 3
+    two = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}  # on each of two nodes
+    assert num_threads(two) == num_threads({**two, "OMP_NUM_THREADS": "1"}) == 4
+    assert num_threads({**two, "OMP_NUM_THREADS": "3"}) == 3
+    assert num_threads({"LOCAL_WORLD_SIZE": "16"}) == 1
+
+
+def test_threads_wait_for_one_another_shortly():
+    def settings(**environment: str) -> str:
+        command = [sys.executable, "-c", "import minirl, torch"]
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
+        environment |= kept | {"OMP_DISPLAY_ENV": "verbose"}
+        return subprocess.run(command, env=environment, capture_output=True, text=True).stderr
+
+    assert "GOMP_SPINCOUNT = '1000'" in settings()
+    assert "GOMP_SPINCOUNT = '7'" in settings(GOMP_SPINCOUNT="7")
+    assert "GOMP_SPINCOUNT = '1000'" not in settings(OMP_WAIT_POLICY="active")
 
 
 def test_the_interface_towards_an_address():

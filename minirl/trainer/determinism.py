@@ -82,5 +82,5 @@ def environment(world: Dist) -> dict[str, str]:
         "the version of transformers": transformers.__version__,
         "the device": device,
         "the number of ranks": str(world.world_size),
-        "the number of threads per rank": str(num_threads(world.world_size)),
+        "the number of threads per rank": str(num_threads(os.environ)),
     }

@@ -1,0 +1,88 @@
+"""Log-probabilities and update by one thread and by every core, beside processes that are busy.
+
+    python -m benchmarks.threads [--busy 0 1 2] [--repetitions 3] [--out FILE] [--record]
+
+    one        OMP_NUM_THREADS=1
+    every      as many threads as there are cores, and minirl's GOMP_SPINCOUNT
+    spinning   the same, but a thread waits for the others as long as libgomp has it by default
+
+For a machine without a GPU. Each arm is a process of its own, the part `phases` of train_step; they
+run in turn, beside `busy` loops of Python.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.measure import ratios
+from benchmarks.results import add_options, provenance, start_load, table, write_section
+
+ARMS = {"one": {"OMP_NUM_THREADS": "1"}, "every": {}, "spinning": {"GOMP_SPINCOUNT": "300000"}}
+PHASES = ("old_log_prob", "update_actor")
+
+
+def measure(arm: str) -> dict[str, float]:
+    """Seconds by phase, the median of three."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "phases.json"
+        command = [sys.executable, "-m", "benchmarks.train_step", "--parts", "phases"]
+        command += ["--repetitions=3", f"--out={out}"]
+        subprocess.run(command, env=os.environ | ARMS[arm], stdout=subprocess.DEVNULL, check=True)
+        phases = json.loads(out.read_text())["phases"]
+    return {phase: median(phases[f"seconds {phase}"]) for phase in PHASES}
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """That many processes, each of which takes what it is given of a core."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.threads",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--busy", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--repetitions", type=int, default=3)
+    add_options(parser, "build/threads.json")
+    arguments = parser.parse_args()
+    load, results, rows = start_load(), dict[str, Any](), []
+    for count in arguments.busy:
+        runs: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+        with busy(count):
+            for _ in range(arguments.repetitions):
+                for arm, found in runs.items():
+                    found.append(measure(arm))
+        results[f"busy={count}"] = runs
+        for phase in PHASES:
+            seconds = {arm: [run[phase] for run in found] for arm, found in runs.items()}
+            compared = [ratios(seconds, "one", arm) for arm in ("every", "spinning")]
+            rows.append((phase, count, *seconds.values(), *compared))
+    header = ("phase", "busy", *(f"{arm}, s" for arm in ARMS), "one / every", "one / spinning")
+    text = table(header, rows)
+    print(text)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.record:
+        write_section("threads", f"{provenance(load)}\n\n{text}")
+
+
+if __name__ == "__main__":
+    main()
