@@ -194,6 +194,13 @@ def _check_tail(config: Config, needed: Requirements) -> None:
 
 
 def _check_deterministic(config: Config) -> None:
+    require(
+        config.rollout.seeded_sampling or not config.trainer.deterministic,
+        "rollout.seeded_sampling",
+        False,
+        "without a seed of its own no answer can be repeated; leave it out, or write "
+        "trainer.deterministic=false",
+    )
     for key, value in (
         ("rollout.over_sample_rate", config.rollout.over_sample_rate),
         ("actor.logprobs_in_tail", config.actor.logprobs_in_tail),

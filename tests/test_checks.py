@@ -72,6 +72,10 @@ REFUSED = [
         "rollout.over_sample_rate=0.5 & trainer.deterministic=true",
         r"rollout\.over_sample_rate: got 0\.5; what ends first",
     ),
+    (
+        "rollout.seeded_sampling=false & trainer.deterministic=true",
+        r"rollout\.seeded_sampling: got False; without a seed of its own",
+    ),
     ("rollout.over_sample_rate=-1", r"rollout\.over_sample_rate: got -1\.0; >= 0"),
     ("trainer.max_bad_steps=0", r"trainer\.max_bad_steps: got 0; must be greater than 0"),
 ]

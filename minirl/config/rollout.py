@@ -177,6 +177,9 @@ class RolloutConfig:
     allow_truncated_sampling: bool = False
     """Train although top_p, top_k or min_p cut the distribution: every ratio of policy to engine is
     then off by the mass that survived."""
+    seeded_sampling: bool = True
+    """Every request has its own seed, whatever else the engine does; vLLM then draws for one after
+    the other at every step, on a GPU a kernel each. false = all together, and nothing repeats."""
     response_length: int = 1024
     """Tokens of everything after the prompt: all turns and observations."""
     max_model_len: int | None = None

@@ -108,7 +108,9 @@ class AgentLoopWorker:
             "sample_index": request.sample_index,
         }
         name = row.get("agent_name") or self._config.agent.default_agent_loop
-        params = {**request.sampling_params, "seed": seed}
+        params = dict(request.sampling_params)
+        if self._config.seeded_sampling:
+            params["seed"] = seed
         try:
             loop = make_agent_loop(name, self._context)
         except (Exception, SystemExit) as error:  # of user code

@@ -190,6 +190,14 @@ async def test_training_and_validation_sample_differently(open_rollout: Opener) 
     }  # fmt: skip
 
 
+async def test_requests_go_without_seeds_when_told_so(open_rollout: Opener) -> None:
+    async with open_rollout(right, "rollout.n=2", "rollout.seeded_sampling=false") as rollout:
+        await rollout.manager.generate_sequences(prompts(2), step=1)
+        await rollout.manager.generate_sequences(prompts(1), step=1, validate=True)
+        params = [request.sampling_params for request in rollout.requests]
+    assert len(params) > 4 and not any("seed" in given for given in params)
+
+
 async def test_rows_choose_their_agent_loop(open_rollout: Opener) -> None:
     rows = [*prompts(1), *prompts(1, agent_name="tool_agent")]
     async with open_rollout(lambda *_: CALL, "rollout.max_failure_fraction=1") as rollout:
