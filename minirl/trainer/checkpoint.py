@@ -314,11 +314,16 @@ def _on_device(parts: Mapping[str, Part]) -> Iterator[None]:
 
 
 def _state(parts: Mapping[str, Part]) -> dict[str, Any]:
-    states = {
-        name: get_state_dict(part.model, part.optimizer, options=TRAINED)
-        for name, part in parts.items()
-    }
-    return {name: {"model": m, "optimizer": o} for name, (m, o) in states.items()}
+    return {name: _state_of(part) for name, part in parts.items()}
+
+
+def _state_of(part: Part) -> dict[str, Any]:
+    is_new = not part.optimizer.state
+    model, optimizer = get_state_dict(part.model, part.optimizer, options=TRAINED)
+    if is_new:  # torch has made its state, by a step of its own, which counts as one
+        for state in part.optimizer.state.values():
+            state["step"].zero_()
+    return {"model": model, "optimizer": optimizer}
 
 
 def _shapes(parts: Mapping[str, Part]) -> dict[str, dict[str, list[int]]]:

@@ -63,6 +63,18 @@ def test_resumed_run_goes_on_bit_by_bit(config, world, tmp_path):
     assert all(map(torch.equal, resumed.model.parameters(), trainer.model.parameters()))
 
 
+def test_a_checkpoint_before_the_first_update_changes_nothing(config, world, tmp_path):
+    """As of a policy while trainer.critic_warmup lasts."""
+    plain, saved, resumed = (PolicyTrainer(config, world) for _ in range(3))
+    saved.save(tmp_path, 1, {})
+    resumed.load(checkpoint.latest(tmp_path))
+    for trainer in (plain, saved, resumed):
+        for seed in (1, 2):
+            step(trainer, seed)
+    for trainer in (saved, resumed):
+        assert all(map(torch.equal, trainer.model.parameters(), plain.model.parameters()))
+
+
 def test_only_complete_checkpoints_count_and_old_ones_go(config, world, tmp_path):
     trainer = PolicyTrainer(config, world)
     assert checkpoint.latest(tmp_path) is None
