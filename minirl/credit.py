@@ -103,8 +103,9 @@ def correct_mismatch(
 ) -> dict[str, float]:
     """Weigh or reject tokens by how far the engine's probabilities are from the trainer's.
 
-    Sets rollout_is_weights and response_mask of the batch. Returns the metrics on the mismatch,
-    which without `correction` are all that happens.
+    Sets rollout_is_weights and response_mask of the batch; the reward of a rejected token goes to
+    the last one before it that stays. Returns the metrics on the mismatch, which without
+    `correction` are all that happens.
     """
     assert batch.old_logprobs is not None
     pair = batch.old_logprobs, batch.rollout_logprobs, batch.response_mask
@@ -112,7 +113,19 @@ def correct_mismatch(
     corrected = rollout_correction(*pair, sequence_ids=batch.sequence_ids, **options)
     metrics = probs_diff_metrics(*pair) | corrected.metrics
     batch.rollout_is_weights, batch.response_mask = corrected.weights, corrected.response_mask
+    batch.token_rewards = _rewards_where_kept(batch)
     return metrics
+
+
+def _rewards_where_kept(batch: MicroBatch) -> Tensor:
+    """token_rewards [N], each at the last token of its sequence up to it that trains: estimators
+    per token do not look at the others, and the outcome stands on the very last. Where no token
+    before it trains, a reward stays: none could have earned it, but the sum is the trajectory's."""
+    here = torch.arange(batch.num_tokens)
+    kept = torch.where(batch.response_mask > 0, here, -1).cummax(0).values
+    in_sequence = kept >= here - batch.positions
+    places = torch.where(in_sequence, kept, here)
+    return torch.zeros_like(batch.token_rewards).index_add(0, places, batch.token_rewards)
 
 
 def penalize_kl(batch: MicroBatch, controller: FixedKL, kind: str) -> dict[str, float]:

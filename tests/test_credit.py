@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,6 +67,23 @@ def test_weights_and_rejection():
     credit.correct_mismatch(batch, correction)
     assert batch.rollout_is_weights.tolist() == pytest.approx([0, 1.5, 4, 0, 1, 1])
     assert batch.response_mask.tolist() == [0, 1, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax", "rloo"])
+def test_the_outcome_survives_the_rejection_of_its_token(name):
+    batch, groups = batch_of([answer(1.0, 3), answer(0.0)], [answer(0.0), answer(0.5, 1)])
+    assert batch.old_logprobs is not None
+    batch.old_logprobs[[3, 11]] += 9  # the last token of the first, the only one of the last
+    batch.values = torch.zeros(batch.num_tokens)
+    for group in groups:
+        group.greedy_reward = 0.0
+    correction = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold=5.0)
+    credit.correct_mismatch(batch, correction)
+    assert batch.response_mask.tolist() == [0, 1, 1, 0, 0, 1, 1, 0, 1, 1, 0, 0]
+    assert batch.token_rewards.tolist() == [0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0.5]
+    advantages, _ = credit.estimate(batch, groups, replace(CONFIG.algorithm, adv_estimator=name))
+    assert advantages[1] == advantages[2] > max(0, advantages[5])
+    assert advantages[[3, 11]].eq(0).all()
 
 
 def test_kl_comes_out_of_the_rewards_and_moves_the_controller():
