@@ -3,6 +3,7 @@
 All are functions of the log-ratio x = logp - logp_ref at a token that the policy sampled.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -124,5 +125,7 @@ class AdaptiveKL(FixedKL):
 
     def update(self, current_kl: float, n_steps: int) -> None:
         """Move the coefficient after `n_steps` trajectories with the mean KL `current_kl`."""
+        if math.isnan(current_kl):
+            return  # of a step that is not applied; it would stay nan for good
         error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
