@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minirl.agreement import agreement_metrics
 from minirl.algorithms import (
     ADV_ESTIMATORS,
     POLICY_LOSSES,
@@ -111,7 +112,7 @@ def correct_mismatch(
     pair = batch.old_logprobs, batch.rollout_logprobs, batch.response_mask
     options = correction_options(correction) if correction else {}
     corrected = rollout_correction(*pair, sequence_ids=batch.sequence_ids, **options)
-    metrics = probs_diff_metrics(*pair) | corrected.metrics
+    metrics = probs_diff_metrics(*pair) | agreement_metrics(batch) | corrected.metrics
     batch.rollout_is_weights, batch.response_mask = corrected.weights, corrected.response_mask
     batch.token_rewards = _rewards_where_kept(batch)
     return metrics

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from minirl import credit
 from minirl.agent_loop import derive_seed
-from minirl.agreement import agreement_metrics
 from minirl.curriculum import hinted_batch, hinted_logprobs
 from minirl.evaluate import validate
 from minirl.metrics import Metrics, timer, trajectory_metrics
@@ -377,7 +376,6 @@ class Steps:
             )
         )
         self._metrics.update(credit.batch_metrics(batch), reduce="last")
-        self._metrics.update(agreement_metrics(batch), reduce="last")
         self._metrics.add("training/bad_step", bool(self._bad_sequences), reduce="last")
         self._metrics.add("training/epoch", self._progress.loader.epoch, reduce="last")
         phases = {

@@ -64,7 +64,8 @@ def test_weights_and_rejection():
         rollout_rs="token_k1",
         rollout_rs_threshold=5.0,
     )
-    credit.correct_mismatch(batch, correction)
+    metrics = credit.correct_mismatch(batch, correction)
+    assert metrics["training/logprob_diff_max/turn_1"] == pytest.approx(math.log(8))  # rejected
     assert batch.rollout_is_weights.tolist() == pytest.approx([0, 1.5, 4, 0, 1, 1])
     assert batch.response_mask.tolist() == [0, 1, 0, 0, 1, 1]
 
