@@ -108,7 +108,8 @@ def config_digest(config: Config) -> str:
 def files_digest(config: Config) -> str:
     """The same as long as the files that the config names (rows, tools, rewards, the model folder)
     have the sizes and times that they have."""
-    paths = [Path(value) for value in _texts(_related(config)) if value and Path(value).exists()]
+    # os.path's: a Path raises for a text that is too long for a name, such as a judge's rubric.
+    paths = [Path(value) for value in _texts(_related(config)) if os.path.exists(value)]
     files = {f for path in paths for f in (path.iterdir() if path.is_dir() else [path])}
     return _digest([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(files)])
 

@@ -144,7 +144,8 @@ def test_a_run_has_begun_when_its_first_step_fits(journals: Journals) -> None:
 def test_a_digest_changes_with_what_matters(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}\n")
-    settings = ["model.path=m", f"data.train_files=[{rows}]"]
+    rubric = f"reward.reward_kwargs={{rubric: {'Be fair. ' * 100}}}"  # names no file
+    settings = ["model.path=m", f"data.train_files=[{rows}]", rubric]
     config = load_config(settings)
     elsewhere = ["trainer.experiment_name=x", "trainer.save_freq=3", "rollout.agent.num_workers=2"]
     same = load_config(
