@@ -181,6 +181,7 @@ def config_of_replay(record: RunRecord) -> Config:
             val_before_train=False,
             test_freq=-1,
             save_freq=-1,
+            max_bad_steps=sys.maxsize,
         ),
         rollout=replace(
             rollout,

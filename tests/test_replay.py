@@ -17,6 +17,7 @@ from minirl.journal import (
 )
 from minirl.launch import SOCKETS, _first_cause
 from minirl.replay import ReplayDiffersError, journal_path, replay
+from minirl.steps import BadStepsError
 from minirl.train import train
 
 NUM_STEPS = 10
@@ -99,6 +100,19 @@ async def test_a_replay_is_the_same(recorded: Path, capsys: Any, step: int, repl
     assert outcome(recorded, step).parameters[:64] in printed.replace("\n", "")
     assert repr(outcome(recorded, step).metrics["actor/grad_norm"]) in printed
     assert times(recorded) == before
+
+
+async def test_the_bad_steps_that_ended_a_run_can_be_replayed(
+    project: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minirl.credit.broken_sequences", lambda batch: [0])
+    config = configure(project, "bad", "trainer={max_bad_steps: 2, save_freq: -1}")
+    with pytest.raises(ExceptionGroup) as caught:
+        await run_it(config)
+    assert isinstance(_first_cause(caught.value), BadStepsError)
+    await replay_it(config.trainer.run_dir, 2)
+    assert "2 steps, all of them the same to the last bit" in capsys.readouterr().out
+    assert not (config.trainer.run_dir / "replay" / "checkpoints").exists()
 
 
 async def test_a_changed_trajectory_is_seen(copied: Path) -> None:
