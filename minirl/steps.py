@@ -130,7 +130,7 @@ class Steps:
     async def assemble(self, groups: list[Group]) -> MicroBatch:
         """The trajectories that train, by group, packed and on every rank."""
         batch = credit.pack_groups(groups, self._config) if self._run.inputs else None
-        if batch and self._in_tail:
+        if batch and groups and self._in_tail:
             batch.old_logprobs = self._known_logprobs(groups, batch)
         return await self._run.on_trainer(self._run.world.broadcast_batch, batch)
 

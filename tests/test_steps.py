@@ -258,6 +258,27 @@ async def test_what_failed_is_in_no_batch(project: Path, tmp_path: Path, on_fail
     assert batch.response_mask.sum() == sum(sum(t.response_mask) for t in trained)
 
 
+async def test_a_failure_in_every_group_leaves_nothing_of_what_was_scored_in_the_tail(
+    project: Path, tmp_path: Path
+) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD.replace("CONDITION", "'-1' in solution_str"))
+    config = make_config(
+        project, "all_dropped", "data.train_batch_size=1", "rollout.n=12", "actor.ppo_epochs=2",
+        "actor.logprobs_in_tail=true", "rollout={on_failure: drop_group, max_failure_fraction: 1}",
+        f"reward.custom_reward_function.path={reward}",
+    )  # fmt: skip
+    async with scripted_run(config) as run:
+        with Steps(run) as steps:
+            await steps.start()
+            next(iter(steps))
+            batch = await steps.assemble(await steps.generate())
+            logprobs, _ = await steps.compute_logprobs(batch)
+            errors = {t.error is None for t in steps.trajectories}
+    assert errors == {True, False}
+    assert batch.num_sequences == logprobs.numel() == 0
+
+
 async def test_masked_terminations_keep_their_place_but_do_not_train(project: Path) -> None:
     config = make_config(
         project, "masked", "rollout.response_length=7", "data.max_prompt_length=200",
