@@ -86,6 +86,8 @@ class PolicyTrainer(TrainedModel, LanguageModel):
         actor = config.actor
         self.loss_options = loss_options(actor)
         self.loss_needs = requirements(POLICY_LOSSES.find(actor.policy_loss.loss_mode))
+        if total_steps is not None:
+            total_steps -= config.trainer.critic_warmup  # steps that do not count in its schedule
         learning_rate(actor.optim, 0, total_steps)
         dtype = compute_dtype(config.model, world.device)
         varlen_kernel(world.device.type, dtype)  # says in the log which one computes attention

@@ -209,6 +209,17 @@ def test_score_is_the_log_probability_of_each_token(folder, world):
     torch.testing.assert_close(torch.tensor(trainer.score(batch.tokens.tolist())), expected)
 
 
+def test_the_decay_ends_at_the_last_step_of_a_run_that_warms_a_critic_up(folder, world):
+    optim = OptimConfig(lr=1.0, lr_scheduler_type="linear", min_lr_ratio=0.1)
+    config = make_config(folder, optim=optim)
+    config = replace(config, trainer=replace(config.trainer, critic_warmup=4))
+    trainer = PolicyTrainer(config, world, total_steps=7)
+    batch = make_batch()
+    batch.old_logprobs = trainer.compute_logprobs(batch)
+    rates = [trainer.update(batch)["actor/lr"] for _ in range(5, 8)]
+    assert rates == pytest.approx([1, 0.55, 0.1])
+
+
 def test_learning_rate():
     optim = OptimConfig(lr=1.0, lr_warmup_steps=3, lr_scheduler_type="linear", min_lr_ratio=0.2)
     rates = [learning_rate(optim, step, 8) for step in range(8)]
