@@ -4,8 +4,8 @@
 
 RUN is a run directory (runs/<experiment>), STEP a checkpoint's (the latest unless given), OUT a
 folder that does not exist yet. Weights are safetensors in model.dtype unless --dtype says
-otherwise; the tokenizer and the chat template come along. Of a run with model.lora_rank the weights
-are merged, and OUT/adapter is the adapter alone, in PEFT's format.
+otherwise; the tokenizer, the chat template and generation_config.json come along. Of a run with
+model.lora_rank the weights are merged, and OUT/adapter is the adapter alone, in PEFT's format.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils import cached_file
 
 from minirl.config import Config, ConfigError, load_config
 from minirl.trainer import checkpoint, lora
@@ -41,6 +42,7 @@ def export(run: Path, out: Path, *, step: int | None = None, dtype: str | None =
         checkpoint.load_weights(source, "actor", model)
     model.to(getattr(torch, dtype or config.model.dtype)).save_pretrained(partial)
     _save_tokenizer(config, partial)
+    _save_generation_config(config, partial)
     partial.rename(out)
     return source
 
@@ -86,6 +88,15 @@ def _save_tokenizer(config: Config, out: Path) -> None:
     if model.chat_template:
         tokenizer.chat_template = Path(model.chat_template).read_text()
     tokenizer.save_pretrained(out)
+
+
+def _save_generation_config(config: Config, out: Path) -> None:
+    """The model's own, in place of what transformers makes of its config.json: it may name more
+    tokens that end an answer, and how to sample."""
+    name = "generation_config.json"
+    found = cached_file(config.model.path, name, _raise_exceptions_for_missing_entries=False)
+    if found is not None:
+        shutil.copyfile(found, out / name)
 
 
 def main() -> None:

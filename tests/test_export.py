@@ -10,11 +10,14 @@ from minirl import export
 from minirl.config import ConfigError
 from minirl.train import train
 
+GENERATION = '{"eos_token_id": [256, 258], "do_sample": true, "temperature": 0.6}'
+
 
 @pytest.fixture(scope="module")
 async def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a run with checkpoints after steps 2 and 3; weights.pt holds those after the last."""
     project = make_project(tmp_path_factory.mktemp("project"))
+    (project / "model" / "generation_config.json").write_text(GENERATION)
     template = project / "template.jinja"
     template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
     config = make_config(project, "run", "trainer.save_freq=2", f"model.chat_template={template}")
@@ -41,6 +44,7 @@ def test_the_latest_weights_and_the_tokenizer(
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == (
         "<hi>"
     )
+    assert (out / "generation_config.json").read_text() == GENERATION
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
