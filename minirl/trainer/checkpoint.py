@@ -262,6 +262,8 @@ def load(path: Path, parts: Mapping[str, Part], world: Dist) -> dict[str, Any]:
         state = _state(parts)
         dcp.load(state, checkpoint_id=path / "state")
         for name, part in parts.items():
+            groups = part.optimizer.param_groups
+            settings = [{k: v for k, v in g.items() if k != "params"} for g in groups]
             set_state_dict(
                 part.model,
                 part.optimizer,
@@ -269,6 +271,8 @@ def load(path: Path, parts: Mapping[str, Part], world: Dist) -> dict[str, Any]:
                 optim_state_dict=state[name]["optimizer"],
                 options=TRAINED,
             )
+            for group, ours in zip(part.optimizer.param_groups, settings, strict=True):
+                group.update(ours)  # betas ... are the config's, which may have changed
             part.num_steps = meta["num_updates"][name]
     numbers = path / f"rng_{world.rank}.json"
     if numbers.is_file():

@@ -75,6 +75,22 @@ def test_a_checkpoint_before_the_first_update_changes_nothing(config, world, tmp
         assert all(map(torch.equal, trainer.model.parameters(), plain.model.parameters()))
 
 
+def test_a_resumed_run_has_the_optimizer_settings_of_its_config(config, world, folder, tmp_path):
+    trainer = PolicyTrainer(config, world)
+    step(trainer, 1)
+    trainer.save(tmp_path, 1, {})
+    changed = OptimConfig(lr=1e-3, weight_decay=0.5, betas=(0.8, 0.95), eps=1e-6)
+    resumed = PolicyTrainer(make_config(folder, optim=changed), world)
+    resumed.load(checkpoint.latest(tmp_path))
+    groups = resumed.optimizer.param_groups
+    assert [(g["weight_decay"], g["betas"], g["eps"]) for g in groups] == [
+        (0.5, (0.8, 0.95), 1e-6),
+        (0.0, (0.8, 0.95), 1e-6),
+    ]
+    assert resumed.optimizer.state.values()
+    assert all(state["step"] == 2 for state in resumed.optimizer.state.values())
+
+
 def test_only_complete_checkpoints_count_and_old_ones_go(config, world, tmp_path):
     trainer = PolicyTrainer(config, world)
     assert checkpoint.latest(tmp_path) is None
