@@ -201,7 +201,10 @@ class Ranks:
     def _read(self, rank: int) -> Place:
         assert self._slots is not None
         start = rank * SLOT_BYTES
-        return Place(**json.loads(self._slots[start : start + SLOT_BYTES].rstrip(b"\0")))
+        slot = self._slots[start : start + SLOT_BYTES]
+        while slot != (again := self._slots[start : start + SLOT_BYTES]):
+            slot = again  # it was being written
+        return Place(**json.loads(slot.rstrip(b"\0")))
 
     def _update(self, **changes: Any) -> None:
         """Of this rank's place; the event loop and the trainer's thread both do."""

@@ -1,6 +1,7 @@
 """Two real gloo ranks, one of which stops, dies, fails, dawdles, or cannot write."""
 
 import asyncio
+import json
 import os
 import re
 import resource
@@ -9,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.distributed import distributed_c10d
 from minirl.config import Config, load_config
 from minirl.distributed import Dist, distributed
 from minirl.launch import TrainerThread
-from minirl.ranks import RANKS, Place
+from minirl.ranks import RANKS, Place, Ranks
 
 SECONDS = 1.0
 """trainer.collective_timeout_s where a rank is to miss it, once both are where they should be."""
@@ -225,6 +226,26 @@ def test_a_write_that_fails_on_one_rank_fails_on_all(told: dict[int, str], tmp_p
         assert f"(the last one is {tmp_path}/checkpoints/step_000007)" in failed
         assert "__0_0.distcp is damaged" in damaged
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000007"]
+
+
+class BeingWritten:
+    """A slot whose first half is already what the other rank writes, when it is read first."""
+
+    def __init__(self, before: Place, after: Place) -> None:
+        self.old, self.new = (json.dumps(asdict(place)).encode() for place in (before, after))
+        self.num_reads = 0
+
+    def __getitem__(self, place: slice) -> bytes:
+        self.num_reads += 1
+        return self.new[:64] + self.old[64:] if self.num_reads == 1 else self.new
+
+
+def test_a_place_that_is_being_written_is_read_again() -> None:
+    before = Place(rank=1, pid=1, since=9.0, phase="step 3, update_actor", operation="_dawdle")
+    after = Place(rank=1, pid=1, since=10.123456, phase="step 3, ref")
+    ranks = Ranks()
+    ranks._slots = BeingWritten(before, after)  # type: ignore[assignment]
+    assert ranks._read(1) == after
 
 
 def test_a_process_that_is_gone() -> None:
