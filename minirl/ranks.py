@@ -21,7 +21,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 SLOT_BYTES = 8192
-MAX_WORDS = 1000
+MAX_WORDS = 600
 """Characters of a failure; escaped in JSON they still fit into a slot."""
 POLL_S = 1.0
 GONE_S = 10.0

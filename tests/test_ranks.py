@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import mmap
 import os
 import re
 import resource
@@ -23,7 +24,7 @@ from torch.distributed import distributed_c10d
 from minirl.config import Config, load_config
 from minirl.distributed import Dist, distributed
 from minirl.launch import TrainerThread
-from minirl.ranks import RANKS, Place, Ranks
+from minirl.ranks import RANKS, SLOT_BYTES, Place, Ranks
 
 SECONDS = 1.0
 """trainer.collective_timeout_s where a rank is to miss it, once both are where they should be."""
@@ -246,6 +247,13 @@ def test_a_place_that_is_being_written_is_read_again() -> None:
     ranks = Ranks()
     ranks._slots = BeingWritten(before, after)  # type: ignore[assignment]
     assert ranks._read(1) == after
+
+
+def test_any_words_fit_into_a_slot() -> None:
+    ranks = Ranks()
+    with mmap.mmap(-1, SLOT_BYTES) as ranks._slots:
+        ranks.failed(ValueError("\N{GRINNING FACE}" * 2000))  # twelve bytes each in JSON
+        assert ranks._read(0).words.startswith("rank 0: ValueError: \N{GRINNING FACE}")
 
 
 def test_a_process_that_is_gone() -> None:
