@@ -383,6 +383,11 @@ class Steps:
             for name, value in self._metrics.result().items()
             if name.startswith("timing_s/")
         }
+        correction = config.algorithm.rollout_correction
+        if config.actor.logprobs_in_tail or (correction and correction.bypass_mode):
+            phases.pop("old_log_prob")  # all or most of them were known before
+        if credit.broken_sequences(batch):
+            phases.pop("update_actor", None)  # nothing was computed in it
         epochs = config.actor.ppo_epochs
         performance = step_performance(run.policy, batch, run.world, phases, epochs)
         self._metrics.update(performance, reduce="last")

@@ -330,6 +330,11 @@ async def test_correction_weights_and_bypass(
     )
     assert torch.equal(seen[-1][0].old_logprobs, seen[-1][0].rollout_logprobs)
     assert bypass[0]["critic/score/mean"] == weighted[0]["critic/score/mean"]
+    speeds = [
+        {name for name in row if name.startswith("perf/tokens_per_s/")}
+        for row in (weighted[0], bypass[0])
+    ]
+    assert speeds[0] - speeds[1] == {"perf/tokens_per_s/old_log_prob"}  # no pass, no speed
 
 
 PLANTED = """
@@ -386,6 +391,7 @@ async def test_bad_steps_are_not_applied_and_in_the_end_stop_the_run(
     assert (run_dir / "checkpoints" / "step_000002" / "meta.json").exists()
     # not even by the mini-batches whose own advantages are fine
     assert [row.get("actor/num_updates", 0) for row in rows] == [0, 0]
+    assert {"perf/tflops/update_actor" in row for row in rows} == {name == "bad_gradient"}
     assert all(math.isfinite(row["critic/score/mean"]) for row in rows)
 
 
