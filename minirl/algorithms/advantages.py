@@ -33,15 +33,16 @@ STD_EPSILON = 1e-6
 def compute_advantages(name: str, inputs: AdvantageInputs, **options: object) -> Advantages:
     """Run the estimator `name` (registered, or `package.module:function`) without gradients.
 
-    Returns advantages and returns [B, T], exactly 0 where `response_mask` is 0. Raises ValueError
-    for an unknown name or option, and when an input that the estimator declares is missing.
+    Returns advantages and returns [B, T], of the rewards' type (ranks exchange them, whatever the
+    estimator computes in), exactly 0 where `response_mask` is 0. Raises ValueError for an unknown
+    name or option, and when an input that the estimator declares is missing.
     """
     estimator = ADV_ESTIMATORS.build(name, options)
     needed = requirements(ADV_ESTIMATORS.find(name))
     needed.check_inputs(f"advantage estimator {name!r}", inputs)
-    masked = inputs.response_mask == 0
+    masked, dtype = inputs.response_mask == 0, inputs.token_rewards.dtype
     with torch.no_grad():
-        advantages, returns = estimator(inputs)
+        advantages, returns = (x.to(dtype) for x in estimator(inputs))
     return advantages.masked_fill(masked, 0.0), returns.masked_fill(masked, 0.0)
 
 

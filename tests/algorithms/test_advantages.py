@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -399,3 +400,13 @@ def test_an_estimator_of_ones_own():
     inputs = outcome([1.0, 2.0], [0, 0])
     advantages, _ = compute_advantages(f"{__name__}:leave_alone", inputs, scale=3.0)
     assert advantages.tolist() == [[3.0], [6.0]]
+
+
+def in_double(inputs: AdvantageInputs):
+    return inputs.token_rewards.double(), inputs.token_rewards.double()
+
+
+def test_what_an_estimator_of_ones_own_computes_in_is_not_what_ranks_exchange():
+    inputs = replace(outcome([1.0, 2.0], [0, 0]), token_rewards=torch.tensor([[1.0], [2.0]]))
+    both = compute_advantages(f"{__name__}:in_double", inputs)
+    assert [x.dtype for x in both] == [torch.float32] * 2
