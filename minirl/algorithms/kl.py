@@ -102,8 +102,7 @@ class FixedKL:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint."""
-        self.value = state["value"]
+        """Go on from a checkpoint: with the coefficient that the config has now."""
 
 
 @KL_CONTROLLERS.register("adaptive")
@@ -129,3 +128,7 @@ class AdaptiveKL(FixedKL):
             return  # of a step that is not applied; it would stay nan for good
         error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a checkpoint."""
+        self.value = state["value"]

@@ -83,6 +83,8 @@ def test_fixed_controller():
     assert type(controller) is FixedKL
     controller.update(100.0, 64)
     assert controller.value == 0.3
+    controller.load_state_dict(FixedKL(kl_coef=0.1).state_dict())  # what the config said then
+    assert controller.value == 0.3
 
 
 def test_adaptive_controller():
