@@ -32,8 +32,10 @@ def hard_groups(batch: MicroBatch, difficulty: float) -> list[int]:
     """Ids of the groups whose 1 - mean success is above `difficulty`, ascending."""
     if not batch.num_sequences:
         return []
-    hard = batch.group_ids[group_difficulty(advantage_inputs(batch)) > difficulty]
-    return hard.unique().tolist()
+    # A trajectory that does not train, say by a timeout, says nothing of its group.
+    trains = packing.trained_per_sequence(batch) > 0
+    hard = trains & (group_difficulty(advantage_inputs(batch)) > difficulty)
+    return batch.group_ids[hard].unique().tolist()
 
 
 def hinted_logprobs(

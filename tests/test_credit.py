@@ -119,6 +119,9 @@ def test_hard_groups_by_their_mean_success():
     batch, _ = batch_of([answer(1.0), answer(0.0)], [answer(0.0), answer(0.0)], [answer(0.2)])
     assert hard_groups(batch, 0.5) == [1, 2]
     assert hard_groups(batch, 0.9) == [1]
+    late = answer(0.0)
+    late.termination = "timeout"
+    assert hard_groups(batch_of([answer(1.0), answer(1.0), late], [late])[0], 0.5) == []
 
 
 def test_what_is_not_finite_is_found_by_sequence():
