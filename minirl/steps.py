@@ -321,7 +321,9 @@ class Steps:
             needs_greedy=needs_greedy,
         )
         filtering = self._config.algorithm.filter_groups
-        return varied_groups(groups, filtering.metric) if filtering else groups
+        if not filtering:
+            return groups
+        return varied_groups(groups, filtering.metric, self._config.rollout.mask_terminations)
 
     async def _logprobs_in_tail(self, trajectories: list[Trajectory]) -> None:
         """Those of what has ended; every rank calls it, in the rollout."""

@@ -8,6 +8,7 @@ from minirl import credit
 from minirl.algorithms import AdaptiveKL, FixedKL
 from minirl.config import Config, ModelConfig, RolloutCorrectionConfig
 from minirl.curriculum import hard_groups
+from minirl.rollout.manager import varied_groups
 from minirl.types import Group, MicroBatch, TokenOutput, Trajectory
 
 CONFIG = Config(model=ModelConfig(path="m"))
@@ -122,6 +123,16 @@ def test_hard_groups_by_their_mean_success():
     late = answer(0.0)
     late.termination = "timeout"
     assert hard_groups(batch_of([answer(1.0), answer(1.0), late], [late])[0], 0.5) == []
+
+
+def test_only_answers_that_train_make_a_group_varied():
+    late = answer(0.0)
+    late.termination = "timeout"
+    batch, groups = batch_of([answer(1.0), answer(1.0), late], [answer(1.0), answer(0.0), late])
+    advantages, _ = credit.estimate(batch, groups, CONFIG.algorithm)
+    carry_signal = batch.group_ids[batch.sequence_ids[advantages != 0]].unique().tolist()
+    varied = varied_groups(groups, "reward", CONFIG.rollout.mask_terminations)
+    assert [group.uid for group in varied] == ["1"] and carry_signal == [1]
 
 
 def test_what_is_not_finite_is_found_by_sequence():

@@ -17,7 +17,7 @@ from minirl.journal import Journal
 from minirl.rewards import reward_number
 from minirl.rollout.server import ServerClient, engine_answers
 from minirl.rollout.worker import SampleRequest, Workers, WorkerStats, loop_lag
-from minirl.types import GREEDY, Group, Trajectory, conversations
+from minirl.types import GREEDY, Group, Termination, Trajectory, conversations
 
 BEGIN_TOGETHER = 16
 """Conversations. With fewer, each request costs more on its way, which many share."""
@@ -250,12 +250,18 @@ def groups_for_training(
     return groups
 
 
-def varied_groups(groups: list[Group], metric: str) -> list[Group]:
-    """The groups in which `metric` (`reward`, or a name in reward_breakdown) takes several values.
+def varied_groups(groups: list[Group], metric: str, masked: Collection[Termination]) -> list[Group]:
+    """The groups in which `metric` (`reward`, or a name in reward_breakdown) takes several values,
+    among the trajectories that train: not those that ended by one of `masked`.
 
     Paper: dynamic sampling of DAPO, Yu et al., 2025.
     """
-    return [g for g in groups if len({reward_number(t, metric) for t in g.trajectories}) > 1]
+
+    def values(group: Group) -> set[float]:
+        trained = (t for t in group.trajectories if t.termination not in masked)
+        return {reward_number(t, metric) for t in trained}
+
+    return [group for group in groups if len(values(group)) > 1]
 
 
 def _is_rewarded(trajectory: Trajectory) -> bool:
