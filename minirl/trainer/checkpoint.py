@@ -21,8 +21,8 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -97,14 +97,8 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[float] | None = None
         self._seconds = 0.0
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=world.device.type == "cuda",
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=False,
-            )
-        )
+        # Not the DefaultStager around it: torch 2.11's closes it after its first use.
+        self._stager = StateDictStager(pin_memory=world.device.type == "cuda")
         if world.is_main:
             folder.clean_up(directory)
         world.barrier()
@@ -118,7 +112,7 @@ class Checkpoints:
         with _on_device(parts):
             state: dict[str, Any] = _state(parts)
             if self._background:
-                state = self._stager.stage(state)  # type: ignore[assignment]  # no future: not async
+                state = self._stager.stage(state)
             self._begin(step, state, parts, extra)
             if not self._background:
                 self.wait()

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager
 from trainer_helpers import alone, make_batch, make_config, save_model
 
 from minirl.config import ConfigError, OptimConfig
@@ -146,6 +147,26 @@ def test_the_training_goes_on_while_a_checkpoint_is_written(config, world, tmp_p
     assert all(map(torch.equal, resumed.model.parameters(), expected))
     resumed.load(tmp_path / "step_000002")
     assert all(map(torch.equal, resumed.model.parameters(), trainer.model.parameters()))
+
+
+def test_it_saves_again_where_torch_closes_its_stager(config, world, tmp_path, monkeypatch):
+    """As torch 2.11 does, with which vLLM 0.25 comes."""
+    stage = DefaultStager.stage
+
+    def stage_and_close(stager, *args, **kwargs):
+        staged = stage(stager, *args, **kwargs)
+        stager.close()
+        return staged
+
+    monkeypatch.setattr(DefaultStager, "stage", stage_and_close)
+    checkpoints, parts = (
+        Checkpoints(tmp_path, world),
+        trained_parts(PolicyTrainer(config, world), None),
+    )
+    for number in (1, 2):
+        checkpoints.save(number, parts, {})
+    checkpoints.wait()
+    assert [number for number, _ in checkpoint.complete(tmp_path)] == [1, 2]
 
 
 def test_a_run_that_ends_early_gives_a_write_a_moment(config, world, tmp_path, writes):
