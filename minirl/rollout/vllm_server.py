@@ -164,6 +164,9 @@ class VLLMServer(AsyncServerBase):
         return shared | {
             "CUDA_VISIBLE_DEVICES": visible_devices(self.device_ids),
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # never fork a process that uses CUDA
+            # It is of no use where log-probabilities are those of the sampled distribution; but
+            # vLLM's model runner for dense models imports it, and ends where it is not installed.
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
         }
 
     async def generate(

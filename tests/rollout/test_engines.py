@@ -14,6 +14,7 @@ import torch
 from engine_pair import Pair, Without, open_pair
 from engine_talk import endpoint, talk
 
+from minirl.config import load_config
 from minirl.credit import correct_mismatch
 from minirl.rollout.server import EngineLostError, RequestRefusedError
 from minirl.rollout.vllm_server import VLLMServer
@@ -59,6 +60,17 @@ async def pair(request: Any, tmp_path_factory: Any) -> AsyncIterator[Pair]:
     ]
     async with open_pair(folder, model, *settings) as pair:
         yield pair
+
+
+def test_a_gpu_needs_no_flashinfer(tmp_path: Path, monkeypatch: Any) -> None:
+    """vLLM's sampler for GPUs asks the function that is asked here when it is made."""
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    server = VLLMServer(load_config(["model.path=x"]), log_file=tmp_path / "log", device_ids=[0])
+    for name, value in server._child_environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(topk_topp_sampler.current_platform, "is_cuda", lambda: True)
+    assert not topk_topp_sampler.flashinfer_sampler_supported()
 
 
 async def test_engine_and_trainer_agree_from_the_start_and_over_five_syncs(pair: Pair) -> None:
