@@ -25,14 +25,14 @@ import platform
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
+import pytest
 import torch
 
 from benchmarks.gpu_engine import ROOT, Job, decode, decode_eager, sync
@@ -84,23 +84,47 @@ def _output(*command: str) -> str:
 
 
 def tests(job: Job) -> None:
-    """pytest's own report, test by test."""
-    junit = job.results.with_suffix(".xml")
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", f"--junitxml={junit}"]
-    status = subprocess.run(command, cwd=ROOT).returncode
-    cases = [_test_case(case) for case in ElementTree.parse(junit).iter("testcase")]
-    junit.unlink()
-    outcomes = [case["outcome"] for case in cases]
-    counts = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
-    job.write({"status": status, "counts": counts, "tests": cases})
+    """What came of each test in tests/gpu; the demo, which is a part too, comes last."""
+    files = sorted((ROOT / "tests/gpu").glob("test_*.py"), key=lambda file: "demo" in file.name)
+    run_tests(job, [*map(str, files), "-v"])
 
 
-def _test_case(case: ElementTree.Element) -> dict[str, Any]:
-    result = {"name": case.get("name"), "seconds": float(case.get("time", 0)), "outcome": "passed"}
-    for kind in ("failure", "error", "skipped"):
-        if (found := case.find(kind)) is not None:
-            result |= {"outcome": kind, "message": found.get("message", "")[:2000]}
-    return result
+def run_tests(job: Job, arguments: list[str]) -> NoReturn:
+    """Run pytest in this process, and end with its status."""
+    outcomes = Outcomes(job)
+    status = int(pytest.main(arguments, plugins=[outcomes]))
+    outcomes.write(status)
+    sys.exit(status)
+
+
+class Outcomes:
+    """A plugin of pytest that writes after each test, and before, should the process end in it."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._tests: dict[str, dict[str, Any]] = {}
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """A test begins."""
+        self._tests[nodeid] = {"outcome": "cut off", "seconds": 0.0}
+        self.write()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Its set-up, the test itself, or its tear-down has ended."""
+        test = self._tests[report.nodeid]
+        test["seconds"] += report.duration
+        if report.failed:
+            outcome = "failure" if report.when == "call" else "error"
+            test |= {"outcome": outcome, "message": report.longreprtext[-2000:]}
+        elif report.skipped or report.when == "call":
+            test["outcome"] = report.outcome
+        self.write()
+
+    def write(self, status: int | None = None) -> None:
+        """What is known so far."""
+        outcomes = [test["outcome"] for test in self._tests.values()]
+        counts = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
+        self._job.write({"status": status, "counts": counts, "tests": self._tests})
 
 
 def demo(job: Job) -> None:
@@ -202,7 +226,7 @@ def _part_file(out: Path, name: str) -> Path:
 
 
 def _run_part(name: str, out: Path, limit: float, dry_run: bool) -> dict[str, Any]:
-    """Run a part in a process group of its own; how it ended, and what it wrote."""
+    """Run a part in a process of its own; how it ended, and what it wrote."""
     results = _part_file(out, name)
     results.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu_session", f"--out={out}", f"--part={name}"]

@@ -4,12 +4,14 @@ import asyncio
 import gc
 import json
 from dataclasses import replace
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import psutil
 import pytest
 
-from benchmarks import rollout_driver, routing, scaling, vs_trl, vs_trl_task
+from benchmarks import gpu_session, rollout_driver, routing, scaling, vs_trl, vs_trl_task
+from benchmarks.gpu_engine import Job
 from benchmarks.rollout_routing import CachingServer
 from minirl.rollout.server import ServerService
 from minirl.tools import load_tools
@@ -77,3 +79,34 @@ async def test_a_tool_that_waits_answers_as_without(monkeypatch: pytest.MonkeyPa
         await vs_trl_task.wait(f"{number} + 1")
     assert sum(waited) / len(waited) == pytest.approx(vs_trl_task.MEAN_S, rel=0.1)
     assert max(waited) > 2 and min(waited) < 0.03
+
+
+TESTS_FOR_A_GPU = """
+import os, pytest
+
+def test_that_is_fine(): pass
+@pytest.mark.skip(reason="no such card")
+def test_for_another_card(): pass
+def test_that_fails(): assert 1 == 2, "the numbers differ"
+@pytest.fixture
+def engine(): raise RuntimeError("no engine")
+def test_without_engine(engine): pass
+def test_that_ends_the_process(): os._exit(3)
+"""
+
+
+def test_a_gpu_session_has_what_was_tested_before_its_process_ended(
+    tmp_path: Path, forkserver: ForkServerContext
+) -> None:
+    file, job = tmp_path / "test_gpu.py", Job(tmp_path, True, tmp_path / "results.json")
+    file.write_text(TESTS_FOR_A_GPU)
+    arguments = [str(file), f"--rootdir={tmp_path}", "-pno:cacheprovider"]
+    process = forkserver.Process(target=gpu_session.run_tests, args=(job, arguments))
+    process.start()
+    process.join()
+    assert process.exitcode == 3
+    found = json.loads(job.results.read_text())
+    tests = list(found["tests"].values())
+    assert [t["outcome"] for t in tests] == ["passed", "skipped", "failure", "error", "cut off"]
+    assert found["counts"]["failure"] == 1 and found["status"] is None
+    assert "the numbers differ" in tests[2]["message"] and "no engine" in tests[3]["message"]
