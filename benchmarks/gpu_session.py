@@ -134,7 +134,9 @@ def demo(job: Job) -> None:
 
 def demo_float32(job: Job) -> None:
     """The demo as it is configured, with room for kernels that multiply in TF32."""
-    _demo(job, DEMO_SEED + 1, {"rollout.sync_check.max_logprob_diff": 0.05})
+    # Where there is a GPU the demo asks for bfloat16 unless it is told otherwise.
+    settings = {"model.dtype": "float32", "rollout.sync_check.max_logprob_diff": 0.05}
+    _demo(job, DEMO_SEED + 1, settings)
 
 
 def _demo(job: Job, seed: int, settings: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,6 +14,8 @@ import pytest
 from benchmarks import gpu_session, rollout_driver, routing, scaling, vs_trl, vs_trl_task
 from benchmarks.gpu_engine import Job
 from benchmarks.rollout_routing import CachingServer
+from examples.calculator import demo
+from minirl.config import load_config
 from minirl.rollout.server import ServerService
 from minirl.tools import load_tools
 
@@ -110,3 +113,14 @@ def test_a_gpu_session_has_what_was_tested_before_its_process_ended(
     assert [t["outcome"] for t in tests] == ["passed", "skipped", "failure", "error", "cut off"]
     assert found["counts"]["failure"] == 1 and found["status"] is None
     assert "the numbers differ" in tests[2]["message"] and "no engine" in tests[3]["message"]
+
+
+def test_the_float32_demo_of_a_gpu_session_is_in_float32(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(demo.shutil, "which", lambda name: f"/usr/bin/{name}")  # as with a GPU
+    monkeypatch.setattr(demo, "_check", lambda command: None)
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(gpu_session, "_demo", lambda job, seed, settings: given.update(settings))
+    gpu_session.demo_float32(Job(tmp_path, True, tmp_path / "results.json"))
+    _, data = demo.prepare(1)
+    config = load_config([demo.CONFIG, *data, *(f"{key}={value}" for key, value in given.items())])
+    assert config.model.dtype == "float32"
