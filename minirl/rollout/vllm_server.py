@@ -150,6 +150,9 @@ class VLLMServer(AsyncServerBase):
             "PYTHONWARNINGS": "ignore",
             "VLLM_CONFIGURE_LOGGING": "0",
             "MINIRL_LEADER_PID": str(os.getpid()),  # weight_transfer.LEADER_PID
+            # torchrun's, for its ranks: vLLM 0.25's workers would take the place where they meet
+            # each other for one that torchrun has opened, and wait for it in vain.
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
         if self.device_ids is None:
             return shared | {

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from datetime import timedelta
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from engine_pair import Pair, Without, open_pair
 from engine_talk import endpoint, talk
+from torch.distributed import rendezvous
 
 from minirl.config import load_config
 from minirl.credit import correct_mismatch
@@ -71,6 +73,22 @@ def test_a_gpu_needs_no_flashinfer(tmp_path: Path, monkeypatch: Any) -> None:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(topk_topp_sampler.current_platform, "is_cuda", lambda: True)
     assert not topk_topp_sampler.flashinfer_sampler_supported()
+
+
+@pytest.mark.parametrize("device_ids", [None, [0]])
+def test_under_torchrun_the_workers_can_meet(
+    tmp_path: Path, monkeypatch: Any, device_ids: list[int] | None
+) -> None:
+    """As vLLM 0.25 has them do."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # as torchrun does
+    config = load_config(["model.path=x"])
+    server = VLLMServer(config, log_file=tmp_path / "log", device_ids=device_ids)
+    for name, value in server._child_environment().items():
+        monkeypatch.setenv(name, value)
+    patience = timedelta(seconds=120)
+    meeting = rendezvous("tcp://127.0.0.1:0", rank=0, world_size=1, timeout=patience)
+    _, rank, world_size = next(meeting)
+    assert (rank, world_size) == (0, 1)
 
 
 async def test_engine_and_trainer_agree_from_the_start_and_over_five_syncs(pair: Pair) -> None:
