@@ -52,6 +52,8 @@ def serve_engine(spec: EngineSpec) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(spec.device_ids)
     # The spare tokens may exceed what the model's config.json allows; no request uses them.
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    # torchrun's, for its ranks: schedulers would wait in vain for its agent to let them meet.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     uvloop.run(_serve(spec))
 
 

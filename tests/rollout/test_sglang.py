@@ -5,6 +5,7 @@ import asyncio
 import os
 import pickle
 import signal
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import msgspec
 import pytest
 import torch
 from scripted_engine import ScriptedEngine
+from torch.distributed import rendezvous
 
 from minirl.config import Config, ConfigError, load_config
-from minirl.rollout import sglang_server, sglang_weights
+from minirl.rollout import sglang_engine, sglang_server, sglang_weights
 from minirl.rollout.processes import visible_devices
 from minirl.rollout.server import EngineLostError, RequestRefusedError, ServerService
 from minirl.rollout.sglang_engine import (
@@ -124,6 +126,29 @@ def test_its_devices_are_among_those_that_the_leader_sees(
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert visible_devices([1, 2]) == expected
+
+
+def test_under_torchrun_its_schedulers_can_meet(tmp_path: Path, monkeypatch: Any) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # as torchrun does
+    for name in ("print_to", "end_with"):
+        monkeypatch.setattr(sglang_engine, name, lambda *_: None)
+    monkeypatch.setattr(sglang_engine.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sglang_engine.uvloop, "run", lambda serving: serving.close())
+    spec = EngineSpec(
+        config=make_config(),
+        name="engine",
+        address="",
+        device_ids=[0],
+        log_file=tmp_path / "log",
+        leader_pid=os.getpid(),
+    )
+    sglang_engine.serve_engine(spec)
+    patience = timedelta(seconds=120)
+    meeting = rendezvous("tcp://127.0.0.1:0", rank=0, world_size=1, timeout=patience)
+    _, rank, world_size = next(meeting)
+    assert (rank, world_size) == (0, 1)
 
 
 def test_what_is_missing_is_said_at_the_start(monkeypatch: Any) -> None:
