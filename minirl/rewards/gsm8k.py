@@ -9,7 +9,7 @@ from typing import Any, Literal
 MAX_CHARACTERS = 300
 """Only so much of the end of a solution is searched."""
 
-_NUMBER = r"-?\$?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+_NUMBER = r"(?:-?\$?|\$-)(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _STRICT = re.compile(f"#### ({_NUMBER})", re.ASCII)
 _FLEXIBLE = re.compile(_NUMBER, re.ASCII)
 
