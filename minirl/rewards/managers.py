@@ -99,7 +99,8 @@ def record_score(trajectory: Trajectory, result: Any) -> None:
     """Set the reward of a trajectory to what the reward function returned.
 
     Of a mapping, `score` is the reward, `pred` what the solution says in the end, and every other
-    number goes into the breakdown. ValueError when there is no finite score.
+    number goes into the breakdown. ValueError when there is no finite score, or an `acc`, which
+    validation counts as successes, that is none from 0 to 1.
     """
     details = dict(result) if isinstance(result, Mapping) else {"score": result}
     reward = details.pop("score", None)
@@ -109,9 +110,11 @@ def record_score(trajectory: Trajectory, result: Any) -> None:
             "with one as `score`"
         )
     answer = details.pop("pred", None)
+    numbers = {key: float(value) for key, value in details.items() if _is_number(value)}
+    if not 0 <= numbers.get("acc", 0.0) <= 1:
+        raise ValueError(f"the reward function returned {result!r}; `acc` must be from 0 to 1")
     trajectory.answer = None if answer is None else str(answer)
     trajectory.reward = float(reward)
-    numbers = {key: float(value) for key, value in details.items() if _is_number(value)}
     trajectory.reward_breakdown.update(numbers)
 
 

@@ -69,7 +69,18 @@ async def test_the_reward_function_sees_facts_of_the_trajectory():
     assert row["extra_info"] == {"index": 7, "num_turns": "the row's"}
 
 
-@pytest.mark.parametrize("value", [None, "1.0", {"acc": 1}, float("nan"), {"score": float("inf")}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        "1.0",
+        {"acc": 1},
+        float("nan"),
+        {"score": float("inf")},
+        {"score": 1.0, "acc": float("nan")},  # validation counts it
+        {"score": 1.0, "acc": 100},
+    ],
+)
 async def test_what_is_no_score_is_refused(value):
     trajectory = Trajectory(prompt_ids=[])
     with pytest.raises(ValueError, match="the reward function returned"):
