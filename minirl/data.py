@@ -188,23 +188,24 @@ def _read(file: Path) -> Iterator[Row]:
 
 def _read_parquet(file: Path) -> Iterator[Row]:
     try:
-        table = pq.read_table(file)
-    except (pa.ArrowException, OSError) as error:
+        rows = pq.read_table(file).to_pylist()
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # UTF-8, dates
         raise ConfigError(f"{file}: not readable as Parquet: {error}") from error
-    for row in table.to_pylist():
+    for row in rows:
         yield {column: _without_none(value) for column, value in row.items()}
 
 
 def _read_jsonl(file: Path) -> Iterator[Row]:
-    lines = (line for line in file.read_text("utf-8").split("\n") if line.strip())
-    for index, line in enumerate(lines):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{file}: row {index}: not valid JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"{file}: row {index}: expected an object, got {line[:40]!r}")
-        yield {column: _without_none(value) for column, value in row.items()}
+    with file.open("rb") as content:
+        lines = (line for line in content if line.strip())
+        for index, line in enumerate(lines):
+            try:
+                row = json.loads(line)
+            except ValueError as error:  # of JSON, of UTF-8, or of a number with too many digits
+                raise ConfigError(f"{file}: row {index}: not valid JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ConfigError(f"{file}: row {index}: expected an object, got {line[:40]!r}")
+            yield {column: _without_none(value) for column, value in row.items()}
 
 
 def _without_none(value: Any) -> Any:

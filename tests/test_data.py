@@ -123,6 +123,19 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
         load_rows([tmp_path / name])
 
 
+def test_text_that_is_not_utf_8_is_named(tmp_path):
+    good, path = write_jsonl(tmp_path / "good.jsonl", [make_row(0)]), tmp_path / "bad.jsonl"
+    path.write_bytes((tmp_path / "good.jsonl").read_bytes() + b'{"prompt": "\xff"}\n')
+    with pytest.raises(ConfigError, match=r"bad.jsonl: row 1: not valid JSON: 'utf-8' codec"):
+        load_rows([good, path])
+
+    offsets, text = pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")
+    column = pa.StringArray.from_buffers(1, offsets, text)
+    pq.write_table(pa.table({"prompt": column}), tmp_path / "bad.parquet")
+    with pytest.raises(ConfigError, match=r"bad.parquet: not readable as Parquet: 'utf-8' codec"):
+        load_rows([tmp_path / "bad.parquet"])
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.parquet: no such file"):
         load_rows([tmp_path / "nowhere.parquet"])
