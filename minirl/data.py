@@ -235,6 +235,10 @@ def _check_row(row: Row, place: str) -> None:
         value = row.get(column)
         if value is not None and not isinstance(value, kind):
             raise ConfigError(f"{place}, column {column}: got {value!r}; must be {wanted}")
+    for key in ("tools_kwargs", "interaction_kwargs"):
+        value = (row.get("extra_info") or {}).get(key)
+        if value is not None and not isinstance(value, dict):
+            raise ConfigError(f"{place}, column extra_info.{key}: got {value!r}; must be a struct")
     reward_model = row.get("reward_model")
     if reward_model is not None and "ground_truth" not in reward_model:
         raise ConfigError(

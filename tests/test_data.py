@@ -93,6 +93,14 @@ def test_line_separators_inside_a_string_do_not_end_a_jsonl_row(tmp_path):
         ),
         (make_row(1, reward_model="42"), "column reward_model: got '42'; must be a struct"),
         (make_row(1, extra_info=[1]), r"column extra_info: got \[1\]; must be a struct"),
+        (
+            make_row(1, extra_info={"interaction_kwargs": "{}"}),
+            "column extra_info.interaction_kwargs: got '{}'; must be a struct",
+        ),
+        (
+            make_row(1, extra_info={"tools_kwargs": [{}]}),
+            r"column extra_info.tools_kwargs: got \[{}\]; must be a struct",
+        ),
         (make_row(1, agent_name=7), "column agent_name: got 7; must be the name of an agent loop"),
         (make_row(1, data_source=7), "column data_source: got 7; must be a string"),
     ],
