@@ -201,6 +201,8 @@ def _read_jsonl(file: Path) -> Iterator[Row]:
         for index, line in enumerate(lines):
             try:
                 row = json.loads(line)
+                if b"\\u" in line:  # half a surrogate pair: JSON may hold it, no tokenizer takes it
+                    json.dumps(row, ensure_ascii=False).encode()
             except ValueError as error:  # of JSON, of UTF-8, or of a number with too many digits
                 raise ConfigError(f"{file}: row {index}: not valid JSON: {error}") from error
             if not isinstance(row, dict):

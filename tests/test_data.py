@@ -119,6 +119,7 @@ def test_a_row_that_does_not_fit_is_named(tmp_path, row, message):
     [
         ("a.jsonl", '{"prompt": ', "a.jsonl: row 0: not valid JSON"),
         ("a.jsonl", "[1, 2]\n", "a.jsonl: row 0: expected an object"),
+        ("a.jsonl", r'{"prompt": "\ud83d"}', "a.jsonl: row 0: .*surrogates not allowed"),
         ("a.jsonl", "\n", "a.jsonl: has no rows"),
         ("a.parquet", "PAR0", "a.parquet: not readable as Parquet"),
         ("a.csv", "prompt\nx\n", "a.csv: unknown format '.csv'; use .parquet or .jsonl"),
