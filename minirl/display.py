@@ -209,7 +209,10 @@ class _LastWarning(logging.Handler):
         self._display = display
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._display.warn(record.getMessage().splitlines()[0])
+        try:
+            self._display.warn(record.getMessage().strip().partition("\n")[0])
+        except Exception:  # arguments that do not fit the message: never worth a run
+            self.handleError(record)
 
 
 @contextmanager

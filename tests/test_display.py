@@ -140,6 +140,16 @@ def test_logs_and_prints_go_above_the_panel_under_uvloop(capsys, monkeypatch) ->
     assert not any(type(h).__name__ == "_LastWarning" for h in logging.root.handlers)
 
 
+def test_a_warning_that_cannot_be_shown_does_no_harm() -> None:
+    with Display(10, "run", console=terminal()) as display:
+        (panel,) = (h for h in logging.root.handlers if type(h).__name__ == "_LastWarning")
+        panel.handle(logging.makeLogRecord({"msg": "\nthe last one\nof two lines"}))
+        panel.handle(logging.makeLogRecord({"msg": "%d of them", "args": ("no number",)}))
+        assert re.search(r"warning +the last one *│", rendered(display))
+        panel.handle(logging.makeLogRecord({"msg": ""}))
+        assert "warning" not in rendered(display)
+
+
 def test_braille_chart_of_a_ramp() -> None:
     rows = braille_chart([0.0, 1.0], width=2, height=1)
     assert rows == ["⡠⠊"]  # one dot per column, from the bottom left to the top right
