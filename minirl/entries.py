@@ -18,7 +18,7 @@ def load_entries(
     """What `build` makes of each entry of `section: [{...}, ...]`, by name, in order.
 
     An empty `section` stands for a file that is a list. ConfigError names the file, the entry, and
-    what is wrong with it: what `build` said by ValueError, TypeError or ImportError.
+    what is wrong with it: what `build` said, or code of the user's that it ran.
     """
     entries, place = read_yaml(path), f"{path}: entry"
     if section:
@@ -38,6 +38,8 @@ def load_entries(
                 built[name] = component
         except (ValueError, TypeError, ImportError) as error:
             raise ConfigError(f"{place} {number}: {error}") from error
+        except Exception as error:  # of the user's module or class, whatever it is
+            raise ConfigError(f"{place} {number}: {type(error).__name__}: {error}") from error
     return built
 
 

@@ -65,14 +65,17 @@ def option_names(entry: Callable[..., Any]) -> set[str]:
 def locate(path: str, kind: str = "object") -> Any:
     """Import `package.module:attribute` (or with a dot); ValueError says what is missing."""
     module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    if not module_name:
+        raise ValueError(f"{kind} {path!r}: write it as package.module:attribute")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists; something that it imports does not
         raise ValueError(f"{kind} {path!r}: no module {error.name!r} can be imported") from error
-    except ValueError as error:
-        raise ValueError(f"{kind} {path!r}: write it as package.module:attribute") from error
+    except ValueError as error:  # of the module's own code
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{kind} {path!r}: it cannot be imported: {problem}") from error
     if not hasattr(module, attribute):
         names = [name for name in vars(module) if not name.startswith("_")]
         raise ValueError(

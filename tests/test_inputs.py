@@ -298,6 +298,18 @@ def test_the_user_of_a_row_has_to_be_there(project: Path, tmp_path: Path) -> Non
     assert list(read(project, files, users).interactions) == ["number_user"]
 
 
+def test_a_module_that_raises(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raising_agents.py").write_text("undefined_name\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = problem(project, "rollout.agent.default_agent_loop=raising_agents:Mine")
+    assert found == (
+        "rollout.agent.default_agent_loop: raising_agents:Mine: NameError: "
+        "name 'undefined_name' is not defined"
+    )
+
+
 def test_the_engine_of_transformers_has_one_device(project: Path) -> None:
     settings = ("rollout.name=transformers", "rollout.tensor_parallel_size=2")
     assert problem(project, *settings) == (

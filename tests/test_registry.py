@@ -54,11 +54,14 @@ def test_import_paths_work_where_a_name_does(losses: Registry) -> None:
 def test_an_error_inside_a_found_module_is_not_hidden(tmp_path, monkeypatch) -> None:
     (tmp_path / "needs_more.py").write_text("import no_such_requirement")
     (tmp_path / "broken_module.py").write_text("1 / 0")
+    (tmp_path / "no_number.py").write_text("int('x')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_requirement"):
         locate("needs_more:f")
     with pytest.raises(ZeroDivisionError):
         locate("broken_module:f")
+    with pytest.raises(ValueError, match=r"'no_number:f': it cannot .*: ValueError: invalid lit"):
+        locate("no_number:f")
 
 
 def test_a_name_belongs_to_one_owner(losses: Registry) -> None:

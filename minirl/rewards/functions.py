@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from os.path import realpath
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -59,6 +60,9 @@ def _make(scorer: type, config: RewardConfig) -> RewardFunction:
         made = scorer(**config.reward_kwargs)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"reward.reward_kwargs: {error}") from error
+    except Exception as error:  # of the user's class, whatever it is
+        problem = f"{scorer.__name__}: {type(error).__name__}: {error}"
+        raise ConfigError(f"reward.custom_reward_function: {problem}") from error
     return made if inspect.iscoroutinefunction(scorer.__call__) else partial(run_in_thread, made)
 
 
@@ -97,14 +101,17 @@ def _load_custom(config: CustomRewardConfig) -> Callable[..., Any]:
             function = locate(f"{config.path}:{config.name}", key)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        except Exception as error:  # of the user's module, whatever it is
+            raise ConfigError(
+                f"{key}.path: {config.path} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
     else:
         require(Path(config.path).is_file(), f"{key}.path", config.path, "no such file")
         try:
             module = import_file(config.path)
         except Exception as error:  # of the user's file, whatever it is
-            line = getattr(error, "lineno", None) or extract_tb(error.__traceback__)[-1].lineno
             raise ConfigError(
-                f"{key}.path: {config.path} cannot be imported: line {line}: "
+                f"{key}.path: {config.path} cannot be imported: {_line(config.path, error)}"
                 f"{type(error).__name__}: {error}"
             ) from error
         if not hasattr(module, config.name):
@@ -116,6 +123,15 @@ def _load_custom(config: CustomRewardConfig) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"{key}.name: {config.name!r} in {config.path} is not a function")
     return function
+
+
+def _line(path: str, error: Exception) -> str:
+    """`line 3: ` of the file itself, though a library that it called may have raised."""
+    file = realpath(path)
+    if isinstance(error, SyntaxError) and realpath(error.filename or "") == file:
+        return f"line {error.lineno}: "
+    frames = [f for f in extract_tb(error.__traceback__) if realpath(f.filename) == file]
+    return f"line {frames[-1].lineno}: " if frames else ""
 
 
 def _check_options(function: Callable[..., Any], options: Mapping[str, Any]) -> None:

@@ -16,6 +16,13 @@ async def on_loop(data_source, solution_str, ground_truth, extra_info, **kwargs)
     return {"score": 1, **kwargs, **extra_info}
 
 
+class Needy:
+    """Takes for granted what the environment holds."""
+
+    def __init__(self):
+        self.key = {}["NO_SUCH"]
+
+
 not_a_function = 3
 
 
@@ -51,6 +58,8 @@ async def test_functions_of_a_module():
     [
         ("def compute_score(:", "line 1: SyntaxError: invalid syntax"),
         ("\nimport no_such_module\n", "line 2: ModuleNotFoundError: No module named 'no_such"),
+        ("import os\n\nKEY = os.environ['NO_SUCH']\n", "line 3: KeyError: 'NO_SUCH'"),
+        ("import json\n\njson.loads('{no')\n", "line 3: JSONDecodeError: "),
     ],
 )
 def test_a_file_that_cannot_be_imported(tmp_path, source, message):
@@ -61,6 +70,17 @@ def test_a_file_that_cannot_be_imported(tmp_path, source, message):
     ) as caught:
         load_reward_function(custom(path))
     assert message in str(caught.value)
+
+
+def test_a_module_or_a_class_that_raises(tmp_path, monkeypatch):
+    (tmp_path / "raising_reward.py").write_text("def compute_score(): ...\nundefined_name\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"function\.path: raising_reward cannot be .*NameError: "
+    ):
+        load_reward_function(custom("raising_reward"))
+    with pytest.raises(ConfigError, match=r"function: Needy: KeyError: 'NO_SUCH'"):
+        load_reward_function(custom("test_reward_functions", "Needy"))
 
 
 async def test_function_of_a_file(tmp_path):

@@ -13,6 +13,13 @@ class PlainTool(BaseTool):
         return ToolResponse("plain"), 0.0, {}
 
 
+class NeedyTool(PlainTool):
+    """Takes for granted what its config holds."""
+
+    def __init__(self, config, tool_schema=None):
+        self.url = config["url"]
+
+
 @function_tool
 def shout(text: str, *, mark: str = "!") -> str:
     """Say it loudly."""
@@ -91,6 +98,7 @@ async def test_tools_by_name_in_the_order_of_the_file(load):
             "{name: p, parameters: {type: object, properties: {x: {type: integr}}}}}}]",
             r"tool_schema.function.parameters.properties.x.type: not a JSON schema: 'integr'",
         ),
+        ("tools: [{class_name: 'test_load:NeedyTool'}]", "entry 1: KeyError: 'url'"),
         ("tools: [{class_name: 'minirl.tools:BaseTool'}]", "BaseTool has no method `execute`"),
         ("tools: [{class_name: 'test_load:shout'}, {class_name: 'test_load:shout'}]", "entry 2: "),
     ],
