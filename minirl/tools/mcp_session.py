@@ -49,6 +49,7 @@ class Session:
         Needs a running event loop. Returns at once; what comes next waits until it is open.
         """
         self.ended = False
+        self._stderr = StderrTail()  # may raise: before there is a task that others wait for
         self.task = asyncio.create_task(self._hold(starting), name=config.server)
         self._config = config
         self._report = report
@@ -116,10 +117,11 @@ class Session:
         )
 
     async def _hold(self, starting: asyncio.Semaphore) -> None:
-        stderr = StderrTail()
         try:
             async with AsyncExitStack() as stack:
-                transport = open_transport(self._config, stderr, lambda: self._end("it exited"))
+                transport = open_transport(
+                    self._config, self._stderr, lambda: self._end("it exited")
+                )
                 async with starting, asyncio.timeout(self._config.timeout_s):
                     client = await stack.enter_async_context(Client(transport, cache=None))
                 self._client = client
@@ -131,7 +133,7 @@ class Session:
             self._problem = explain(error)
         finally:
             self.ended = True
-            self._problem += stderr.close()
+            self._problem += self._stderr.close()
             self._settled.set()
             if self._report and not self._closing:
                 self._report(f"{self._config.server} is lost: {self._problem}")

@@ -1,6 +1,7 @@
 """MCP tools against real servers: tests/tools/mcp_server.py, and one from the package index."""
 
 import asyncio
+import errno
 import os
 import random
 import signal
@@ -210,6 +211,22 @@ async def test_a_server_that_ends_again_and_again_stays_down_for_a_while(monkeyp
     monkeypatch.setattr(mcp_session, "START_WINDOW_S", 0.0)
     with pytest.raises(ToolError, match="no licence"):
         await execute(tools, "add", a=1, b=2)
+    await close(tools)
+
+
+async def test_a_lack_of_files_is_told_at_once_and_the_next_call_starts_anew(
+    url, listings, monkeypatch
+):
+    tools = new_tools("http", url, listings)
+
+    def no_pipe():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pipe", no_pipe)
+        with pytest.raises(OSError, match="Too many open files"):
+            await execute(tools, "add", a=1, b=2)
+    assert await execute(tools, "add", a=1, b=2) == "3"
     await close(tools)
 
 
