@@ -154,7 +154,11 @@ class ToolSession:
             known = ", ".join(self.tools) or "none"
             text = f"Error: there is no tool {call.name!r}. Available tools: {known}."
             return _Answer(status="unknown_tool", text=text)
-        if problem := tool.find_problem(call.arguments):
+        try:
+            problem = tool.find_problem(call.arguments)
+        except Exception as error:  # of a schema with a reference to nowhere
+            return _failure(tool, error)
+        if problem:
             text = f"Error: the arguments do not fit {call.name!r}: {problem}."
             return _Answer(status="bad_arguments", text=text)
         return await self._execute(tool, call.arguments)

@@ -20,8 +20,8 @@ class Recorder(BaseTool):
 
     schema: ClassVar = {"type": "function", "function": {"name": "recorder"}}
 
-    def __init__(self):
-        super().__init__({})
+    def __init__(self, tool_schema=None):
+        super().__init__({}, tool_schema)
         self.log = []
 
     async def create(self, instance_id=None, **kwargs):
@@ -106,6 +106,17 @@ async def test_a_failed_create_is_told_and_tried_again_at_the_next_call():
     assert [r.status for r in trajectory.tool_calls] == ["error", "ok"]
     assert "ConnectionError: not up yet" in trajectory.tool_calls[0].result
     assert [entry[0] for entry in tool.log[1:]] == ["create", "execute", "release"]
+
+
+async def test_a_schema_that_refers_to_nowhere_is_told():
+    trajectory = one_turn()
+    schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/missing"}}}
+    tool = Recorder({"type": "function", "function": {"name": "recorder", "parameters": schema}})
+    async with ToolSession({"recorder": tool}, MultiTurnConfig(), TOKENIZER) as tools:
+        (message,) = await tools.call(trajectory, [call(1)])
+    assert message["content"].startswith("Error: the tool 'recorder' failed: ")
+    assert "'/$defs/missing' does not exist" in message["content"]
+    assert trajectory.tool_calls[0].status == "error"
 
 
 async def test_an_exception_in_the_block_is_kept_and_the_tool_released():
