@@ -43,6 +43,7 @@ def load_reward_function(config: RewardConfig) -> RewardFunction:
     _check_options(function, config.reward_kwargs)
     if inspect.isclass(function):
         return _make(function, config)
+    _check_call(function, config.reward_kwargs)
     bound = partial(function, **config.reward_kwargs)
     if inspect.iscoroutinefunction(function):
         return bound
@@ -63,6 +64,7 @@ def _make(scorer: type, config: RewardConfig) -> RewardFunction:
     except Exception as error:  # of the user's class, whatever it is
         problem = f"{scorer.__name__}: {type(error).__name__}: {error}"
         raise ConfigError(f"reward.custom_reward_function: {problem}") from error
+    _check_call(made, {})
     return made if inspect.iscoroutinefunction(scorer.__call__) else partial(run_in_thread, made)
 
 
@@ -123,6 +125,18 @@ def _load_custom(config: CustomRewardConfig) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"{key}.name: {config.name!r} in {config.path} is not a function")
     return function
+
+
+def _check_call(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """It takes what a manager gives it by place: verl gives it by name, whatever the order."""
+    key, given = "reward.custom_reward_function.name", ", ".join(_POSITIONAL)
+    try:
+        bound = inspect.signature(function).bind(*_POSITIONAL, **options)
+    except TypeError as error:  # what is made of a class without __call__ is not callable
+        raise ConfigError(f"{key}: it cannot be called with ({given}): {error}") from error
+    for name, value in bound.arguments.items():
+        if name in _GIVEN and name not in (value, f"{value}s"):
+            raise ConfigError(f"{key}: its {name} would get {value}; write them as ({given})")
 
 
 def _line(path: str, error: Exception) -> str:

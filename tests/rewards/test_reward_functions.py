@@ -23,6 +23,18 @@ class Needy:
         self.key = {}["NO_SUCH"]
 
 
+class Mute:
+    """Cannot be called."""
+
+
+def two(solution_str, ground_truth):
+    return 1.0
+
+
+def swapped(solution_str, ground_truth, data_source="", extra_info=None):
+    return 1.0
+
+
 not_a_function = 3
 
 
@@ -101,6 +113,9 @@ async def test_function_of_a_file(tmp_path):
         (custom("test_reward_functions", "on_lop"), "did you mean 'on_loop'"),
         (custom(__file__, "on_lop"), "custom_reward_function.name: .*did you mean 'on_loop'"),
         (custom("test_reward_functions", "not_a_function"), "is not a function"),
+        (custom("test_reward_functions", "two"), "function.name: it cannot .*too many positional"),
+        (custom("test_reward_functions", "swapped"), "its solution_str would get data_source; wr"),
+        (custom("test_reward_functions", "Mute"), "it cannot be called with .*not a callable"),
         (custom("test_reward_functions", "on_thread", scal=1), "reward_kwargs.scal: .*'scale'"),
         (custom("test_reward_functions", "on_thread", extra_info=1), "reward_kwargs.extra_info"),
     ],
