@@ -42,6 +42,13 @@ def test_files_merge_left_to_right_and_overrides_come_last(tmp_path: Path) -> No
     assert load_config([recipe, base]).rollout.n == 2
 
 
+def test_a_file_may_lie_in_a_folder_with_an_equals_sign(tmp_path: Path) -> None:
+    (tmp_path / "lr=1e-5").mkdir()
+    file = write(tmp_path / "lr=1e-5" / "config.yaml", "rollout: {n: 3}\n")
+    config = load_config([MODEL, file, "rollout.multi_turn.tool_config_path=tools.yaml"])
+    assert (config.rollout.n, config.rollout.multi_turn.tool_config_path) == (3, "tools.yaml")
+
+
 def test_values_are_yaml_with_the_types_of_the_fields() -> None:
     config = load_config(
         [

@@ -19,8 +19,8 @@ def load_config(arguments: list[str]) -> Config:
 
     Raises ConfigError with one line that names the key, the value and what is allowed.
     """
-    files = [a for a in arguments if a.endswith((".yaml", ".yml")) and "=" not in a]
-    overrides = [a for a in arguments if "=" in a]
+    files = [a for a in arguments if a.endswith((".yaml", ".yml")) and _is_path(a)]
+    overrides = [a for a in arguments if "=" in a and a not in files]
     if stray := [a for a in arguments if a not in files and a not in overrides]:
         raise ConfigError(f"{stray[0]!r}: expected a .yaml file or key=value")
     updates = [_read_file(file) for file in files] + [_read_override(o) for o in overrides]
@@ -49,6 +49,11 @@ def leaf_keys(section: type = Config, prefix: str = "") -> list[str]:
         inner = section_of(hint)
         keys += leaf_keys(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
     return keys
+
+
+def _is_path(argument: str) -> bool:
+    """A run may be named lr=1e-5, and its config is then runs/lr=1e-5/config.yaml."""
+    return "=" not in argument or Path(argument).is_file()
 
 
 def _read_file(file: str) -> DictConfig:
