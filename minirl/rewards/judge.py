@@ -54,6 +54,8 @@ class Judge:
             raise ValueError("model: missing; the endpoint's name of the judge")
         if base_url != OWN and api_key_env and not os.environ.get(api_key_env):
             raise ValueError(f"api_key_env: {api_key_env} is not set; export it, or write null")
+        if max_concurrency < 1:
+            raise ValueError(f"max_concurrency: got {max_concurrency}; no request could be made")
         if importlib.util.find_spec("openai") is None:
             raise ValueError("it needs openai: pip install 'minirl[openai]'")
         self._base_url, self._model, self._api_key_env = base_url, model, api_key_env

@@ -93,6 +93,7 @@ async def test_the_example_over_a_whole_trajectory(replies: list[str]) -> None:
         ({"prompt": "{solution_str} {"}, "prompt: .*write {{ and }} for braces"),
         ({"base_url": "http://x/v1"}, "model: missing"),
         ({"base_url": "http://x/v1", "model": "m", "api_key_env": "NO_KEY"}, "NO_KEY is not set"),
+        ({"max_concurrency": 0}, "max_concurrency: got 0; no request could be made"),
         ({"modell": "m"}, "modell: .*did you mean 'model'"),
     ],
 )
