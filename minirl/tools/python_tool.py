@@ -125,7 +125,8 @@ def _ending(outcome: Outcome, limits: SandboxLimits) -> str:
     if code == -signal.SIGXCPU:
         return f"stopped: it used more than {limits.timeout_s:g} s of CPU time"
     if code is not None and code < 0:
-        return f"ended by signal {signal.Signals(-code).name}"
+        names = {known.value: known.name for known in signal.Signals}  # not of every real-time one
+        return f"ended by signal {names.get(-code, -code)}"
     return f"exit status {code}" if code else ""
 
 

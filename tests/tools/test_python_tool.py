@@ -103,6 +103,8 @@ async def test_output_and_ending_in_plain_words(tool):
     )
     code = "import os\nos.kill(os.getpid(), 11)"
     assert (await run(tool, code))[0] == "[ended by signal SIGSEGV]"
+    code = "import os; print(1, flush=True); os.kill(os.getpid(), 40)"
+    assert (await run(tool, code))[0] == "1\n[ended by signal 40]"
 
 
 async def test_errors_of_the_program_are_told_with_their_line(tool):
