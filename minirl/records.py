@@ -10,7 +10,7 @@ from typing import Any, Self
 from minirl.config import Config, to_yaml
 from minirl.display import Display
 from minirl.tracing import TokenValues, Traces
-from minirl.tracking import Tracking, read_metrics
+from minirl.tracking import Tracking, free_name, read_metrics
 from minirl.trainer import packing
 from minirl.types import MicroBatch, Trajectory
 
@@ -41,6 +41,9 @@ class Records:
     def __enter__(self) -> Self:
         trainer = self._config.trainer
         trainer.run_dir.mkdir(parents=True, exist_ok=True)
+        for path in (trainer.run_dir / "config.yaml", trainer.run_dir / "trajectories"):
+            if self._resumed is None and path.exists():  # of an earlier run
+                path.rename(free_name(path))
         (trainer.run_dir / "config.yaml").write_text(to_yaml(self._config))
         self.lacks_resumed = self._resumed is not None and not self._is_recorded(self._resumed)
         resumed_at = self._resumed

@@ -149,7 +149,7 @@ class JsonlTracker:
             kept = [row for row in read_metrics(run_dir) if row["step"] <= resumed_at]
             replace_lines(path, [to_json(row) for row in kept])
         elif path.exists():
-            path.rename(_free_name(path))
+            path.rename(free_name(path))
         self._start = time.monotonic() - (kept[-1]["seconds"] if kept else 0.0)
         self._file = path.open("a", encoding="utf-8")
 
@@ -277,7 +277,8 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _free_name(path: Path) -> Path:
+def free_name(path: Path) -> Path:
+    """Beside `path`, for what an earlier run left there: `metrics.1.jsonl`."""
     candidates = (path.with_suffix(f".{n}{path.suffix}") for n in itertools.count(1))
     return next(candidate for candidate in candidates if not candidate.exists())
 

@@ -1,0 +1,27 @@
+import json
+
+import pytest
+
+from minirl.config import load_config
+from minirl.records import Records
+from minirl.types import Trajectory
+
+
+@pytest.mark.parametrize("resumed", [None, 0])
+async def test_what_an_earlier_run_left_is_kept_and_does_not_mix(tmp_path, resumed) -> None:
+    config = load_config(
+        ["model.path=m", f"trainer.default_local_dir={tmp_path}", "trainer.logger=[jsonl]"]
+    )
+    trajectory = Trajectory(prompt_ids=[1])
+    with Records(config, 2, None, str) as records:
+        await records.write(1, "val", [trajectory], 0.0)
+    with Records(config, 2, resumed, str) as records:
+        await records.write(1, "train", [trajectory], 0.0)
+
+    run_dir = config.trainer.run_dir
+    now, earlier = (
+        run_dir / name / "step_000001.jsonl" for name in ("trajectories", "trajectories.1")
+    )
+    splits = [json.loads(line)["split"] for line in now.read_text().splitlines()]
+    assert splits == (["train"] if resumed is None else ["val", "train"])
+    assert earlier.exists() == (run_dir / "config.1.yaml").exists() == (resumed is None)
