@@ -119,14 +119,16 @@ class Tracking:
 
 @TRACKERS.register("console")
 class ConsoleTracker:
-    """One log line per step with every metric, as verl's console logger has it."""
+    """One line per step with every metric, as verl's console logger has it; in the log too."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
         pass
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         parts = [f"step:{step}"] + [f"{name}:{value:.4g}" for name, value in metrics.items()]
-        logger.info(" - ".join(parts))
+        line = " - ".join(parts)
+        logger.info("%s", line)
+        print(line, flush=True)
 
     def close(self) -> None:
         pass

@@ -104,11 +104,12 @@ def test_tensorboard_holds_each_step_once_after_a_resumption(tmp_path) -> None:
     assert scalars == [(1, 1.0), (2, 2.0), (3, 3.5), (4, 4.5)]
 
 
-def test_console_is_one_log_line(tmp_path, caplog) -> None:
+def test_console_is_one_line_printed_and_logged(tmp_path, caplog, capsys) -> None:
     caplog.set_level(logging.INFO)
     with Tracking(["console"], tmp_path, CONFIG) as tracking:
         tracking.log(3, {"loss": 0.123456, "timing_s/gen": 12.0})
     assert caplog.messages == ["step:3 - loss:0.1235 - timing_s/gen:12"]
+    assert capsys.readouterr().out == "step:3 - loss:0.1235 - timing_s/gen:12\n"
 
 
 def test_unknown_tracker_names_the_nearest(tmp_path) -> None:
