@@ -52,6 +52,8 @@ class FunctionTool(BaseTool):
             result = await self.function(**arguments)
         else:
             result = await run_in_thread(self.function, **arguments)
+        if inspect.isawaitable(result):  # of an async function in a plain decorator
+            result = await result
         return _as_response(result), 0.0, {}
 
 

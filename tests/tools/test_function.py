@@ -1,4 +1,5 @@
 import asyncio
+import functools
 import threading
 from typing import Literal
 
@@ -107,6 +108,19 @@ async def test_exceptions_of_the_function_pass_through():
         await stop.execute("id", {})
     with pytest.raises(RuntimeError, match=r"leave raised SystemExit\(1\)"):
         await leave.execute("id", {})
+
+
+async def test_an_async_function_in_a_plain_decorator_is_awaited():
+    def decorated(function):
+        return functools.wraps(function)(lambda **arguments: function(**arguments))
+
+    @function_tool
+    @decorated
+    async def double(x: int) -> int:
+        """Double a number."""
+        return 2 * x
+
+    assert (await double.execute("id", {"x": 4}))[0].text == "8"
 
 
 async def test_keyword_only_parameters_are_hidden_from_the_model():
