@@ -19,7 +19,7 @@ class NumberUser(Interaction):
         """Over when the last number of the last turn is the right one."""
         guess, number = last_number(messages[-1]["content"]), interaction_kwargs["number"]
         if guess is None:
-            return f"Say a number from 1 to {LARGEST}.", False, 0.0
+            return "Say a number.", False, 0.0  # which one is for the policy: the reward reads all
         if guess == number:
             return "", True, 0.0
         return "Larger." if guess < number else "Smaller.", False, 0.0

@@ -49,6 +49,15 @@ async def test_the_user_answers_until_the_conversation_is_over() -> None:
     assert score["score"] == pytest.approx(0.8) and score["acc"] == 1
 
 
+async def test_who_says_no_number_has_not_found_it() -> None:
+    limit = "rollout.multi_turn.max_assistant_turns=2"
+    trajectory, _ = await converse(["Hello.", "Hello."], row(number=user.LARGEST), limit)
+    assert trajectory.termination == "max_assistant_turns"
+    text = TOKENIZER.decode(trajectory.response_ids)
+    assert "Say a number" in text and trajectory.num_turns == 2
+    assert user.compute_score("guess_number", text, str(user.LARGEST), {})["score"] == 0
+
+
 async def test_tools_and_user_take_turns() -> None:
     add = call("calculator", expression="6 + 7")
     trajectory, server = await converse([add, "12", add, "13"], row(number=13))
