@@ -176,12 +176,14 @@ def test_the_resolved_config_loads_again(tmp_path: Path) -> None:
             *(
                 "actor.policy_loss.options={x: [1, 2]}",
                 "trainer.default_local_dir=a/${trainer.seed}",
+                r"reward.reward_kwargs={prompt: 'Is it \${2x}?'}",  # no interpolation, but a text
             ),
         ]
     )
     again = load_config([write(tmp_path / "config.yaml", to_yaml(config))])
     assert again == config
     assert again.trainer.default_local_dir == "a/0"
+    assert again.reward.reward_kwargs == {"prompt": "Is it ${2x}?"}
     assert again != load_config([MODEL])
 
 

@@ -1,6 +1,7 @@
 """YAML files merge, then `key=value` pairs; what does not fit the schema is said in our words."""
 
-from dataclasses import fields, is_dataclass
+import re
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -39,7 +40,18 @@ def load_config(arguments: list[str]) -> Config:
 
 def to_yaml(config: Config) -> str:
     """The resolved config, as it can be loaded again."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(asdict(config))))
+
+
+def _escaped(value: Any) -> Any:
+    """`value`, with a backslash before every `${` in a text, which no interpolation is any more."""
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escaped(item) for item in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    return value
 
 
 def leaf_keys(section: type = Config, prefix: str = "") -> list[str]:
