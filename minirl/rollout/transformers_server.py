@@ -52,7 +52,8 @@ class TransformersServer(AsyncServerBase):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers engine")
         self._waiting: deque[Request] = deque()
         self._requests: dict[str, Request] = {}
-        self._arrived = asyncio.Event()
+        self._arrived, self._idle = asyncio.Event(), asyncio.Event()
+        self._idle.set()
         self._stats = ServerStats()
         self._slept: dict[str, tuple[torch.Size, Tensor | None]] = {}
 
@@ -88,6 +89,7 @@ class TransformersServer(AsyncServerBase):
         self._requests[request_id] = request
         self._waiting.append(request)
         self._arrived.set()
+        self._idle.clear()
         try:
             finish_reason = await request.done
         finally:
@@ -131,6 +133,7 @@ class TransformersServer(AsyncServerBase):
             while True:
                 if not self._batch.requests and not self._waiting:
                     self._arrived.clear()
+                    self._idle.set()
                     await self._arrived.wait()
                 joining = self._take()
                 ended = await loop.run_in_executor(self._thread, self._batch.step, joining)
@@ -161,6 +164,7 @@ class TransformersServer(AsyncServerBase):
 
     async def sleep(self, level: int = 1) -> None:
         """See AsyncServerBase. Keys and values are there only while requests run."""
+        await self._idle.wait()  # one that was aborted is in the batch until its next token
         if self.config.rollout.free_cache_engine and not self._slept:
             for name, weight in self._model.named_parameters():
                 self._slept[name] = (weight.shape, weight.data.cpu() if level == 1 else None)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,28 @@ async def test_asleep_its_weights_are_gone_and_awake_they_are_back(
         await server.sleep(2)
         await server.wake_up()
         assert all(p.numel() for p in server._model.parameters())
+
+
+async def test_it_goes_to_sleep_when_an_aborted_request_has_left_the_batch(
+    model: Path, tmp_path: Path
+) -> None:
+    config = load_config([f"model.path={model}", "model.dtype=float32"])
+    begun, may_go_on = asyncio.Event(), threading.Event()
+    async with TransformersServer(config, log_file=tmp_path / "log") as server:
+        step, loop = server._batch.step, asyncio.get_running_loop()
+
+        def slow_step(joining: list[Request]) -> list[Request]:
+            loop.call_soon_threadsafe(begun.set)
+            assert may_go_on.wait(120)
+            return step(joining)
+
+        server._batch.step = slow_step  # type: ignore[method-assign]
+        call = asyncio.create_task(server.generate([1, 2, 3], {"max_tokens": 100}, "a"))
+        await begun.wait()
+        call.cancel()
+        falling_asleep = asyncio.create_task(server.sleep(2))
+        await asyncio.wait([call])
+        may_go_on.set()
+        await falling_asleep
+        await server.wake_up()
+        assert (await server.generate([1, 2, 3], {"max_tokens": 2}, "b")).finish_reason == "length"
