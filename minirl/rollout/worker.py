@@ -22,6 +22,7 @@ from minirl.openai.endpoint import POLICY
 from minirl.rewards import RewardManager
 from minirl.rollout.client import AsyncLLMServerManager, RoutingStats
 from minirl.rollout.modes import Pace
+from minirl.tools.session import cancelled_from_outside
 from minirl.types import RewardRecord, Trajectory
 from minirl.waits import CONVERSATION, WAITS
 
@@ -135,8 +136,10 @@ class AgentLoopWorker:
             try:
                 with WAITS.on("reward"):
                     await self._reward_manager(last, row, solution)
-            except (Exception, SystemExit) as error:  # user code: its failure is the trajectory's
-                for trajectory in trajectories:
+            except (Exception, SystemExit, asyncio.CancelledError) as error:
+                if isinstance(error, asyncio.CancelledError) and cancelled_from_outside():
+                    raise
+                for trajectory in trajectories:  # user code: its failure is theirs
                     record_failure(trajectory, "error", error)
             last.rewards.append(
                 RewardRecord(

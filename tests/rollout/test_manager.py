@@ -575,6 +575,29 @@ async def test_a_reward_and_its_failure_are_those_of_every_stretch(
     assert [group.uid for group in groups] == ["0-1", "0-2"]
 
 
+CANCELLED_REWARD = """
+import asyncio
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if ground_truth == "0":
+        grading = asyncio.ensure_future(asyncio.sleep(3600))
+        grading.cancel()
+        await grading
+    return 1.0
+"""
+
+
+async def test_a_reward_that_is_cancelled_by_itself_has_failed(
+    open_rollout: Opener, tmp_path: Path
+) -> None:
+    (tmp_path / "reward.py").write_text(CANCELLED_REWARD)
+    setting = f"reward.custom_reward_function.path={tmp_path}/reward.py"
+    async with open_rollout(right, setting) as rollout:
+        trajectories = await rollout.manager.generate_sequences(prompts(2), step=1)
+    assert [(t.termination, t.reward) for t in trajectories] == [("error", None), ("stop", 1.0)]
+    assert "CancelledError" in (trajectories[0].error or "")
+
+
 @register("overflows")
 class Overflows(AgentLoopBase):
     """Its second stretch has no room for an answer."""
