@@ -10,9 +10,10 @@ way (worker_process.py, worker_pool.py).
 import asyncio
 import itertools
 import logging
+import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -74,7 +75,27 @@ class ServerStats(msgspec.Struct, kw_only=True):
     generated_tokens: int = 0
     num_preempted: int = 0
     busy_s: float = 0.0
-    """Seconds in which at least one request was in the engine."""
+    """Seconds in which at least one request was in the engine, up to `counted_at`."""
+    counted_at: float = 0.0
+    """By `time.perf_counter()`."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """One more request is in the engine inside."""
+        self.count_time()
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.count_time()
+            self.num_running -= 1
+
+    def count_time(self) -> None:
+        """Bring `busy_s` up to now: requests may be running still."""
+        now = time.perf_counter()
+        if self.num_running:
+            self.busy_s += now - self.counted_at
+        self.counted_at = now
 
     def count(self, num_prompt_tokens: int, output: TokenOutput) -> None:
         """Add a request that has ended."""

@@ -8,7 +8,6 @@ Written against SGLang 0.5.22 and 0.5.23.
 import asyncio
 import os
 import signal
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,7 +126,6 @@ class HostedEngine:
         self._can_sleep = config.rollout.free_cache_engine
         self._asleep: set[str] = set()
         self._stats = ServerStats()
-        self._busy_since = 0.0
         self._last_message = 0.0
 
     async def generate(
@@ -135,22 +133,16 @@ class HostedEngine:
     ) -> TokenOutput:
         """See AsyncServerBase."""
         stats = self._stats
-        if not stats.num_running:
-            self._busy_since = time.perf_counter()
-        stats.num_running += 1
         try:
-            answer = await self._engine.async_generate(
-                input_ids=prompt_ids,
-                sampling_params=to_sampling_params(sampling_params),
-                return_logprob=True,
-                rid=_rid(request_id),
-            )
+            with stats.running():
+                answer = await self._engine.async_generate(
+                    input_ids=prompt_ids,
+                    sampling_params=to_sampling_params(sampling_params),
+                    return_logprob=True,
+                    rid=_rid(request_id),
+                )
         except (TypeError, ValueError) as error:
             raise RequestRefusedError(str(error)) from error
-        finally:
-            stats.num_running -= 1
-            if not stats.num_running:
-                stats.busy_s += time.perf_counter() - self._busy_since
         output = to_token_output(answer, stats.weight_version)
         stats.count(len(prompt_ids), output)
         return output
@@ -213,6 +205,7 @@ class HostedEngine:
     async def stats(self) -> ServerStats:
         """See AsyncServerBase. A message of a scheduler counts as a step: one comes at least every
         50 tokens of a request."""
+        self._stats.count_time()
         if self._manager.last_receive_tstamp != self._last_message:
             self._last_message = self._manager.last_receive_tstamp
             self._stats.num_steps += 1

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
@@ -84,19 +83,16 @@ class TransformersServer(AsyncServerBase):
         """See AsyncServerBase."""
         request = self._make_request(prompt_ids, sampling_params)
         await self.check_health()
-        if not self._requests:
-            self._busy_since = time.perf_counter()
         self._requests[request_id] = request
         self._waiting.append(request)
         self._arrived.set()
         self._idle.clear()
         try:
-            finish_reason = await request.done
+            with self._stats.running():
+                finish_reason = await request.done
         finally:
             request.aborted = True  # if its caller was cancelled
             del self._requests[request_id]
-            if not self._requests:
-                self._stats.busy_s += time.perf_counter() - self._busy_since
         self._stats.num_requests += 1
         self._stats.prompt_tokens += len(prompt_ids)
         self._stats.generated_tokens += len(request.token_ids)
@@ -209,7 +205,7 @@ class TransformersServer(AsyncServerBase):
 
     async def stats(self) -> ServerStats:
         """See AsyncServerBase."""
-        self._stats.num_running = len(self._requests)
+        self._stats.count_time()
         self._stats.num_waiting = len(self._waiting)
         return self._stats
 

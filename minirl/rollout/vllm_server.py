@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -55,7 +54,6 @@ class VLLMServer(AsyncServerBase):
         self._asleep = False
         self._version = 0
         self._stats = ServerStats()
-        self._busy_since = 0.0
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self._start)  # 15 s in which the event loop stays free
@@ -176,15 +174,8 @@ class VLLMServer(AsyncServerBase):
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str
     ) -> TokenOutput:
         """See AsyncServerBase; `sampling_params` are vLLM's SamplingParams by name."""
-        if not self._stats.num_running:
-            self._busy_since = time.perf_counter()
-        self._stats.num_running += 1
-        try:
+        with self._stats.running():
             final = await self._final_output(prompt_ids, sampling_params, request_id)
-        finally:
-            self._stats.num_running -= 1
-            if not self._stats.num_running:
-                self._stats.busy_s += time.perf_counter() - self._busy_since
         output = self._to_tokens(final)
         self._stats.count(len(prompt_ids), output)
         return output
@@ -269,6 +260,7 @@ class VLLMServer(AsyncServerBase):
 
     async def stats(self) -> ServerStats:
         """See AsyncServerBase."""
+        self._stats.count_time()
         return self._stats
 
     async def check_health(self) -> None:

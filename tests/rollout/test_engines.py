@@ -203,6 +203,7 @@ async def test_a_cancelled_call_is_aborted_in_the_engine(pair: Pair) -> None:
     params = {"temperature": 1.0, "max_tokens": 200, "ignore_eos": True}
     call = asyncio.create_task(pair.client.generate([5] * 40, params, "cancelled"))
     await until(pair, lambda running: running > 0)
+    assert (await pair.client.stats()).busy_s > before.busy_s  # though it has not ended
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
