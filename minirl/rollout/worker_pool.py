@@ -123,7 +123,7 @@ class WorkerPool:
         ]
         self._change = asyncio.Event()  # set when a slot has got its worker
         self._deaths: deque[float] = deque()
-        self._num_restarts = 0
+        self._num_restarts = 0  # since the last rollout ended
         self._homes: dict[str, Slot] = {}
         """By uid of a prompt, where its last sample was begun."""
 
@@ -152,7 +152,7 @@ class WorkerPool:
     async def end(self) -> WorkerStats:
         """See Workers. What a worker had counted is lost when it dies."""
         self._homes.clear()
-        total = WorkerStats(num_restarts=self._num_restarts)
+        total, self._num_restarts = WorkerStats(num_restarts=self._num_restarts), 0
         for stats in await self._ask_all("end", WorkerStats):
             total.routing.add(stats.routing)
             total.loop_lag_max_s = max(total.loop_lag_max_s, stats.loop_lag_max_s)

@@ -245,6 +245,8 @@ async def test_killed_workers(
             await in_the_middle(rollout, rolled_out[0][0], lambda: kill(rollout, 0))
             assert rollout.manager.metrics["rollout/worker_restarts"] == 1
             assert "agent-loop worker 0 was killed by SIGKILL; it is started again" in caplog.text
+            await rollout.manager.generate_sequences(ROWS[:1], step=4)
+            assert rollout.manager.metrics["rollout/worker_restarts"] == 0  # of this one alone
             await cancellation(rollout)
             await rollout.pool.ready()
             kill(rollout, 0), kill(rollout, 1)
