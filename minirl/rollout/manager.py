@@ -96,13 +96,15 @@ class AgentLoopManager:
 
     async def sleep(self, level: int) -> None:
         """Free the engines' memory for the trainer (see AsyncServerBase.sleep)."""
-        timeout_s = self._config.rollout.engine_timeout_s
-        async with engine_answers("the engines to sleep", timeout_s):
-            await asyncio.gather(*(server.call("sleep", level=level) for server in self._servers))
+        await self._all("the engines to sleep", "sleep", level=level)
 
     async def wake_up(self) -> None:
         """Let engines that sleep at level 1 go on with the weights that they have."""
-        await asyncio.gather(*(server.call("wake_up") for server in self._servers))
+        await self._all("the engines to wake up", "wake_up")
+
+    async def _all(self, what: str, method: str, **arguments: Any) -> None:
+        async with engine_answers(what, self._config.rollout.engine_timeout_s):
+            await asyncio.gather(*(server.call(method, **arguments) for server in self._servers))
 
     def _requests(
         self, prompts: list[dict[str, Any]], step: int, validate: bool, greedy: bool

@@ -155,7 +155,8 @@ class WeightSync:
             group = handles[first : first + size]
             init_info["ipc_handles"] = [msgspec.msgpack.decode(handle) for handle in group]
         if self._server:
-            await self._server.init_weight_transfer(init_info)
+            async with self._engine("to map the buffer of its weights"):
+                await self._server.init_weight_transfer(init_info)
         return buffer
 
     async def _sample(

@@ -8,18 +8,22 @@ from dataclasses import dataclass
 from itertools import count, groupby
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from scripted_engine import ScriptedEngine, serving
 
 from minirl.agent_loop import AgentLoopBase, ServerError, SingleTurnAgentLoop, register
+from minirl.config import load_config
 from minirl.journal import Header, Journal
 from minirl.rewards import load_reward_manager
 from minirl.rollout.client import AsyncLLMServerManager
 from minirl.rollout.manager import AgentLoopManager, TooManyFailuresError, groups_for_training
 from minirl.rollout.modes import MODES
 from minirl.rollout.server import EngineLostError, ServerClient, ServerService
+from minirl.rollout.weight_sync import WeightSync
 from minirl.rollout.worker import AgentLoopWorker, LocalWorker
 from minirl.testing import ScriptedServer, byte_tokenizer, make_context
 from minirl.tools import BaseTool, ToolResponse
@@ -838,6 +842,35 @@ async def test_an_engine_that_does_not_go_to_sleep_is_lost(
     async with open_rollout(right, "rollout.engine_timeout_s=0.2") as rollout:
         with pytest.raises(EngineLostError, match=r"for the engines to sleep for more than 0.2 s"):
             await rollout.manager.sleep(level=2)
+
+
+async def test_an_engine_that_does_not_wake_up_is_lost(
+    open_rollout: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ScriptedEngine, "wake_up", lambda self: asyncio.sleep(3600))
+    async with open_rollout(right, "rollout.engine_timeout_s=0.2") as rollout:
+        with pytest.raises(EngineLostError, match=r"engines to wake up for more than 0.2 s"):
+            async with asyncio.timeout(120):
+                await rollout.manager.wake_up()
+
+
+async def test_an_engine_that_does_not_begin_a_weight_sync_is_lost(
+    open_rollout: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def on_trainer(function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+    hangs = lambda self, init_info: asyncio.sleep(3600)
+    monkeypatch.setattr(ScriptedEngine, "init_weight_transfer", hangs)
+    config = load_config(["model.path=none", "rollout.engine_timeout_s=0.2"])
+    world: Any = SimpleNamespace(device=torch.device("cpu"), group=0)
+    weights: Any = SimpleNamespace(num_bytes=64)
+    async with open_rollout(right) as rollout:
+        sync = WeightSync(config, world, rollout.engine, on_trainer, vocab_size=1)
+        with pytest.raises(EngineLostError, match=r"engine 0 to map the buffer .* than 0.2 s"):
+            async with asyncio.timeout(120):
+                await sync(weights, 1)
+        await sync.close()
 
 
 async def test_a_trajectory_knows_when_and_where_everything_happened(open_rollout: Opener) -> None:
