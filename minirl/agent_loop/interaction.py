@@ -1,5 +1,6 @@
 """A simulated user: what answers the policy when it calls no tool."""
 
+import math
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -61,6 +62,8 @@ class User:
             text, done, reward = await self._interaction.generate_response(
                 self._instance_id, messages, **self._kwargs
             )
+        if not math.isfinite(reward):  # it would reach every advantage of the step
+            raise ValueError(f"generate_response() returned the reward {reward}")
         trajectory.turn_rewards[-1] += float(reward)
         end = time.perf_counter()
         record = RewardRecord(name="user", value=float(reward), start=start, end=end)

@@ -1,6 +1,7 @@
 """A simulated user over a scripted engine, and what may go wrong with one."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -87,7 +88,7 @@ class Recorder(Interaction):
         self.log.append((instance_id, [m["content"] for m in messages], kwargs))
         if "angry" in kwargs:
             raise LookupError("not with me")
-        return "Go on.", len(messages) > 3, 0.5
+        return "Go on.", len(messages) > 3, kwargs.get("reward", 0.5)
 
     async def finalize(self, instance_id: str, **kwargs: Any) -> None:
         self.log.append(("finalize", instance_id))
@@ -115,6 +116,14 @@ async def test_a_user_that_raises_fails_its_conversation_and_is_finalized() -> N
     trajectory, _ = await converse(["a"], given, interactions={"recorder": Recorder({})})
     assert trajectory.termination == "error" and "not with me" in (trajectory.error or "")
     assert Recorder.log[-1] == ("finalize", "me")
+
+
+async def test_a_user_whose_reward_is_no_number_fails_its_conversation_alone() -> None:
+    asked = {"interaction_kwargs": {"name": "recorder", "reward": math.nan}}
+    given = {"prompt": [{"role": "user", "content": "Hi"}], "extra_info": asked}
+    trajectory, _ = await converse(["a", "b"], given, interactions={"recorder": Recorder({})})
+    assert trajectory.termination == "error" and trajectory.turn_rewards == [0.0]
+    assert "generate_response() returned the reward nan" in (trajectory.error or "")
 
 
 async def test_an_unknown_user_is_named() -> None:
