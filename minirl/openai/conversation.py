@@ -78,7 +78,7 @@ class Conversation:
         self._params = sampling_params
         self._streams: list[Stream] = []  # the one with the latest turn last
         self._num_turns = 0  # those that are being sampled too
-        self._num_user_turns = 0
+        self._num_user_turns = 0  # these too
         self._num_samples: Counter[int] = Counter()  # by prompt
         self._answers: dict[bytes, Completion] = {}
         self._tasks: set[asyncio.Task[Completion]] = set()
@@ -144,7 +144,7 @@ class Conversation:
         place = find_place(self._streams, request)
         extends = place.stream if place and place.is_free_end else None
         try:
-            with self._taking_turns(request), _extending(extends):
+            with self._taking_turns(request, place), _extending(extends):
                 plan = await self._plan(request, place)
                 room = self._room(plan, extends)
                 samples = await self._sample(request, plan, room)
@@ -160,22 +160,26 @@ class Conversation:
             if not self._lost.done():
                 self._lost.set_exception(error)
             raise
-        self._num_user_turns += plan.num_added > 0
         return complete(samples, len(plan.prompt_ids))
 
     @contextmanager
-    def _taking_turns(self, request: ChatRequest) -> Iterator[None]:
+    def _taking_turns(self, request: ChatRequest, place: Place | None) -> Iterator[None]:
         """Count the turns of a request, unless they do not come about."""
-        limit = self.loop.config.rollout.multi_turn.max_assistant_turns
-        num_turns = request.num_choices
-        if is_reached(self._num_turns + num_turns - 1, limit):
+        limits = self.loop.config.rollout.multi_turn
+        num_turns, num_user_turns = request.num_choices, int(place is not None)
+        if is_reached(self._num_turns + num_turns - 1, limit := limits.max_assistant_turns):
             key = "rollout.multi_turn.max_assistant_turns"
             raise LimitError("max_assistant_turns", f"the trajectory has {limit} turns ({key})")
+        if place and is_reached(self._num_user_turns, limit := limits.max_user_turns):
+            key = "rollout.multi_turn.max_user_turns"
+            raise LimitError("max_user_turns", f"the trajectory has {limit} observations ({key})")
         self._num_turns += num_turns
+        self._num_user_turns += num_user_turns
         try:
             yield
         except BaseException:
             self._num_turns -= num_turns
+            self._num_user_turns -= num_user_turns
             raise
 
     async def _plan(self, request: ChatRequest, place: Place | None) -> Plan:
@@ -183,10 +187,6 @@ class Conversation:
         if place is None:
             prompt_ids = await render_prompt(context, request)
             return Plan(prompt_ids=prompt_ids, messages=request.messages)
-        limit = context.config.rollout.multi_turn.max_user_turns
-        if is_reached(self._num_user_turns, limit):
-            key = "rollout.multi_turn.max_user_turns"
-            raise LimitError("max_user_turns", f"the trajectory has {limit} observations ({key})")
         turn = place.turn
         added = await render_observation(context, request, turn.num_messages, turn.is_closed)
         known = place.stream.messages[: turn.num_messages]

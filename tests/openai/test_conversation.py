@@ -349,6 +349,29 @@ async def test_a_client_that_is_gone_ends_the_generation() -> None:
     assert sampled(trajectory) == "turn 1<|im_end|>"
 
 
+async def test_an_observation_counts_while_its_turn_is_sampled() -> None:
+    second_turn, go = asyncio.Event(), asyncio.Event()
+
+    async def reply(request_id: str, turn: int, prompt_ids: list[int]) -> str:
+        if turn == 1:
+            second_turn.set()
+            await go.wait()
+        return "no"
+
+    async with talking(reply, "rollout.multi_turn.max_user_turns=1") as talk:
+        messages: list[Any] = [ASK]
+        await talk.say(messages)
+        request = asyncio.create_task(talk.ask([*messages, ASK]))
+        async with asyncio.timeout(120):
+            await second_turn.wait()
+        with refused(400, "max_user_turns"):
+            await talk.ask([*messages, ASK])
+        go.set()
+        await request
+        [trajectory] = talk.finish()
+    assert trajectory.num_turns == 2
+
+
 async def test_the_end_of_a_trajectory_ends_its_requests() -> None:
     holding = Holding()
     async with talking(holding) as talk:
