@@ -57,6 +57,8 @@ class VLLMServer(AsyncServerBase):
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self._start)  # 15 s in which the event loop stays free
+        # Else the first requests ask for it, and `abort` does not know them meanwhile.
+        await self._engine.get_supported_tasks()
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -91,6 +91,17 @@ def test_under_torchrun_the_workers_can_meet(
     assert (rank, world_size) == (0, 1)
 
 
+async def test_the_first_request_of_all_can_be_aborted_as_soon_as_it_has_begun(pair: Pair) -> None:
+    """It stands first: with an engine that has served a request it shows nothing."""
+    if not isinstance(pair.server, VLLMServer):
+        pytest.skip("vLLM asks its engine for something at the first request")
+    params = {"temperature": 1.0, "max_tokens": 200, "ignore_eos": True}
+    call = asyncio.create_task(pair.server.generate([5] * 40, params, "first"))
+    await asyncio.sleep(0)
+    await pair.server.abort("first")
+    assert (await call).finish_reason == "abort"
+
+
 async def test_engine_and_trainer_agree_from_the_start_and_over_five_syncs(pair: Pair) -> None:
     assert await pair.sync_now() <= AGREEMENT
     batch, difference = await pair.differences()
