@@ -170,4 +170,4 @@ async def _first_of(answer: Any, ended: asyncio.Event, log_file: Path) -> None:
 
 
 def _last_line(path: Path) -> str:
-    return path.read_text().rstrip().rpartition("\n")[2]
+    return path.read_text(errors="replace").rstrip().rpartition("\n")[2]

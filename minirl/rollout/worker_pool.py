@@ -224,7 +224,7 @@ class WorkerPool:
     def _note_death(self, slot: Slot, exit_code: int) -> None:
         reason = f"agent-loop worker {slot.index} {_ended(exit_code)}"
         if not slot.was_ready:
-            last_line = slot.log_file.read_text().rstrip().rpartition("\n")[2]
+            last_line = slot.log_file.read_text(errors="replace").rstrip().rpartition("\n")[2]
             raise WorkerLostError(f"{reason} before it was ready: {last_line}; see {slot.log_file}")
         now = time.monotonic()
         self._deaths.append(now)

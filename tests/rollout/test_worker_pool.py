@@ -319,8 +319,13 @@ def kill(rollout: Rollout, index: int, number: int = signal.SIGKILL) -> None:
 
 async def test_a_worker_that_cannot_start_says_why(project: Path) -> None:
     loop = "rollout.agent.default_agent_loop=worker_refuser:RefuserLoop"
+    name = "trainer.experiment_name=refused"
+    log_file = make_config(project, 1, name).trainer.run_dir / "logs" / "worker_0.log"
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("ab") as file:
+        file.write(b"of a tool's program: \xff\n")  # no text
     with pytest.raises(ExceptionGroup) as caught:
-        async with open_rollout(project, 1, loop):
+        async with open_rollout(project, 1, loop, name):
             raise AssertionError("not reached")
     words = r"worker 0 ended with status 1 before it was ready: .*no license for a second process"
     assert caught.group_contains(WorkerLostError, match=words)
