@@ -241,12 +241,14 @@ def distributed(config: Config) -> Iterator[Dist]:
 
 
 def num_threads(environment: Mapping[str, str]) -> int:
-    """That torch computes with on a rank: OMP_NUM_THREADS, or its share of the cores."""
-    on_node = int(environment.get("LOCAL_WORLD_SIZE", 1))
+    """That torch computes with on a rank: OMP_NUM_THREADS, or its share of the cores, which nodes
+    of one machine share too."""
+    num_ranks = int(environment.get("WORLD_SIZE", 1))
+    on_node = int(environment.get("LOCAL_WORLD_SIZE", num_ranks))
     given = environment.get("OMP_NUM_THREADS", "").split(",")[0]  # a list is one per nesting level
     if given.isdigit() and (int(given) > 1 or on_node == 1):  # else the 1 is torchrun's
         return max(1, int(given))
-    return max(1, len(os.sched_getaffinity(0)) // on_node)
+    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
 def place(config: Config, environment: Mapping[str, str]) -> Dist:

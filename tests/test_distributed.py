@@ -50,12 +50,14 @@ def test_a_size_that_does_not_divide_the_world_is_refused():
 def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert num_threads({}) == 8
-    assert num_threads({"LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}) == 1
+    assert num_threads({"WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}) == 1
     assert num_threads({"OMP_NUM_THREADS": "3,2"}) == 3
-    two = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}  # on each of two nodes
+    two = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     assert num_threads(two) == num_threads({**two, "OMP_NUM_THREADS": "1"}) == 4
     assert num_threads({**two, "OMP_NUM_THREADS": "3"}) == 3
-    assert num_threads({"LOCAL_WORLD_SIZE": "16"}) == 1
+    nodes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    assert num_threads(nodes) == 4 and num_threads({**nodes, "OMP_NUM_THREADS": "1"}) == 1
+    assert num_threads({"WORLD_SIZE": "16"}) == 1
 
 
 def test_threads_wait_for_one_another_shortly():
