@@ -4,6 +4,7 @@ A Qwen3 of 0.6B's published shape, made from its config with random weights; not
 """
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -123,12 +124,16 @@ async def _sample(parts: "Parts", number: int) -> Any:
     return packing.pack(trajectories, rewards, list(range(number)))
 
 
-async def _generate(server: Any, prompts: list[list[int]], length: int) -> list[Any]:
+async def _generate(
+    server: Any, prompts: list[list[int]], length: int, *, seeded: bool = True
+) -> list[Any]:
+    """`seeded` as rollout.seeded_sampling: a seed per request, or one draw for all of a step."""
     params = {"temperature": 1.0, "max_tokens": length, "ignore_eos": True}
+    seeds = [{"seed": i} if seeded else {} for i in range(len(prompts))]
     return await asyncio.gather(
         *(
-            server.generate(prompt, params | {"seed": i}, f"{time.monotonic_ns()}-{i}")
-            for i, prompt in enumerate(prompts)
+            server.generate(prompt, params | seed, f"{time.monotonic_ns()}-{i}")
+            for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         )
     )
 
@@ -149,14 +154,16 @@ async def _decode(job: Job, *, eager: bool) -> None:
     async with _engine(job, eager=eager, trainer=False) as parts:
         results["start"] = parts.seconds
         vocab_size = _shape(job.dry_run)["vocab_size"]
-        await _generate(parts.server, [[1] * length] * 2, length)  # warms kernels up
-        for number in counts:
-            generator = torch.Generator().manual_seed(number)
+        for seeded in (True, False):  # warms kernels up
+            await _generate(parts.server, [[1] * length] * 2, length, seeded=seeded)
+        generator = torch.Generator().manual_seed(0)
+        for number, seeded in itertools.product(counts, (True, False)):
+            # of its own, so that no prefix cache helps
             prompts = torch.randint(vocab_size, (number, length), generator=generator).tolist()
             began = time.perf_counter()
-            await _generate(parts.server, prompts, length)
+            await _generate(parts.server, prompts, length, seeded=seeded)
             seconds = time.perf_counter() - began
-            run = {"conversations": number, "seconds": seconds}
+            run = {"conversations": number, "seeded": seeded, "seconds": seconds}
             results["runs"].append(run | {"tokens_per_s": number * length / seconds})
             job.write(results)
 

@@ -12,8 +12,9 @@ all they printed, DIR/engine.log what vLLM said.
     demo_float32   the same as configs/debug has it
     sync           Qwen3-0.6B's shape with random weights: agreement of log-probabilities, times of
                    weight sync, sleep and wake, and memory over the rounds
-    decode         its tokens per second by the number of conversations, with CUDA graphs
-    decode_eager   the same without
+    decode         its tokens per second by the number of conversations, with a seed per request
+                   and without (rollout.seeded_sampling), with CUDA graphs
+    decode_eager   the same without CUDA graphs
 
 `--dry-run` does it all with a tiny model on whatever device there is.
 """
