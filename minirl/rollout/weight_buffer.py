@@ -8,7 +8,8 @@ Shared memory on a CPU, CUDA IPC on a GPU. Made once, used for every bucket of e
 import math
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ class WeightBuffer:
             os.ftruncate(self._fd, num_bytes)
             self.bytes = torch.frombuffer(mmap.mmap(self._fd, num_bytes), dtype=torch.uint8)
         else:
-            self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            with _no_expandable_segments():
+                self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     @property
     def path(self) -> str | None:
@@ -67,6 +69,22 @@ class WeightBuffer:
             torch.cuda.ipc_collect()  # also removes torch's reference counters from /dev/shm
         if self._fd is not None:
             os.close(self._fd)
+
+
+@contextmanager
+def _no_expandable_segments() -> Iterator[None]:
+    """What is allocated inside can be mapped by a child. Memory of expandable segments travels as a
+    file descriptor of its owner, which most systems do not let a child take (torch's issue 165685).
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    settings = [s for s in map(os.environ.get, names) if s and "expandable_segments:True" in s]
+    if settings:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        for all_of_them in settings:  # what is not named falls back to its default
+            torch._C._accelerator_setAllocatorSettings(all_of_them)
 
 
 CUDA_HANDLE_FIELDS = (

@@ -122,3 +122,19 @@ def test_closing_gives_descriptor_and_memory_back() -> None:
         buffer.close()
     assert path is not None and not os.path.exists(path)
     assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def test_the_buffer_is_in_no_segment_that_a_child_cannot_map(monkeypatch: Any) -> None:
+    settings = "max_split_size_mb:64,expandable_segments:True"
+    given: list[str] = []
+    empty = torch.empty
+
+    def recording(*args: Any, **kwargs: Any) -> Tensor:
+        given.append("the buffer")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
+    monkeypatch.setattr(torch, "empty", recording)
+    WeightBuffer(64, torch.device("meta"))
+    assert given == ["expandable_segments:False", "the buffer", settings]
