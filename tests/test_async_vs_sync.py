@@ -6,14 +6,17 @@ import html
 import json
 import math
 import re
+import sys
 import time
 from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +25,7 @@ from scripted_engine import ScriptedEngine
 from benchmarks.async_vs_sync.__main__ import benchmark
 from benchmarks.async_vs_sync.bound import EngineSpeed, bound, greedy
 from benchmarks.async_vs_sync.rollouts import least_read, newly_read
+from benchmarks.async_vs_sync.sampling import Device
 from benchmarks.async_vs_sync.settings import (
     FOLDER,
     STEP_ARMS,
@@ -537,3 +541,20 @@ def test_the_page_needs_nothing_else(measured: Path) -> None:
         assert (measured / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     for name, words in CAUSES.items():
         assert f"<dt>{name}</dt><dd>{html.escape(words)}</dd>" in page
+
+
+def test_a_gpu_is_read_without_another_package(monkeypatch: Any) -> None:
+    from vllm.third_party import pynvml
+
+    found = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
+        "nvmlDeviceGetUtilizationRates": lambda uuid: SimpleNamespace(gpu=len(uuid)),
+        "nvmlDeviceGetPowerUsage": lambda uuid: 350_000,
+    }
+    for name, function in found.items():
+        monkeypatch.setattr(pynvml, name, function)
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # nvidia-ml-py is not installed
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1-2"))
+    assert Device().read() == {"gpu_utilization": 0.07, "gpu_power_w": 350.0}

@@ -108,12 +108,12 @@ class Sampler:
 
 
 class Device:
-    """The first CUDA device by NVML (nvidia-ml-py); reads None where there is none."""
+    """The first CUDA device by NVML; reads None where there is none."""
 
     def __init__(self) -> None:
         self._handle: Any = None
         if torch.cuda.is_available():
-            import pynvml  # nvidia-ml-py, which vLLM's CUDA build brings along
+            from vllm.third_party import pynvml  # nvidia-ml-py need not be installed
 
             self._nvml = pynvml
             pynvml.nvmlInit()
