@@ -7,13 +7,14 @@ import os
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from minirl.agent_loop import derive_seed
 from minirl.config import Config
 from minirl.distributed import Dist, distributed
 from minirl.inputs import Inputs, read_inputs
@@ -173,6 +174,9 @@ async def _start_engine(config: Config, world: Dist, stack: AsyncExitStack) -> A
     """The engine of this rank's group, on the devices of the group's ranks."""
     size = world.tensor_parallel_size
     cores = len(os.sched_getaffinity(0)) // world.num_groups
+    # Engines with one seed would all draw the same for requests that have none of their own.
+    seed = derive_seed(config.trainer.seed, "engine", world.group)
+    config = replace(config, trainer=replace(config.trainer, seed=seed))
     server = SERVERS.find(config.rollout.name)(
         config,
         log_file=config.trainer.run_dir / "logs" / f"engine_{world.group}.log",

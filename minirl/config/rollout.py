@@ -178,8 +178,9 @@ class RolloutConfig:
     """Train although top_p, top_k or min_p cut the distribution: every ratio of policy to engine is
     then off by the mass that survived."""
     seeded_sampling: bool = True
-    """Every request has its own seed, whatever else the engine does; vLLM then draws for one after
-    the other at every step, on a GPU a kernel each. false = all together, and nothing repeats."""
+    """Every request has its own seed, whatever else the engine does; vLLM's older model runner (on
+    a CPU, and on a GPU for mixtures of experts) then draws for one after the other at every step.
+    false = all together, and nothing repeats."""
     response_length: int = 1024
     """Tokens of everything after the prompt: all turns and observations."""
     max_model_len: int | None = None

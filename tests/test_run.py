@@ -1,0 +1,29 @@
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from scripted_engine import ScriptedEngine
+
+from minirl import run
+from minirl.config import Config, load_config
+from minirl.distributed import Dist
+from minirl.rollout.vllm_server import VLLMServer
+from minirl.testing import ScriptedServer
+
+
+async def test_no_engine_draws_what_another_one_draws(monkeypatch: Any) -> None:
+    """For requests without seeds of their own (rollout.seeded_sampling=false)."""
+    seeds = []
+
+    def make(config: Config, **placement: Any) -> ScriptedEngine:
+        seeds.append(VLLMServer(config, **placement)._engine_arguments()["seed"])
+        return ScriptedEngine(ScriptedServer(None, []))
+
+    monkeypatch.setattr(run, "SERVERS", SimpleNamespace(find=lambda name: make))
+    config = load_config(["model.path=x"])
+    async with AsyncExitStack() as stack:
+        for rank in (0, 1, 0):
+            world = Dist(rank=rank, world_size=2, local_rank=rank, device=torch.device("cpu"))
+            await run._start_engine(config, world, stack)
+    assert seeds[0] == seeds[2] != seeds[1]
