@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine
 
 from benchmarks.async_vs_sync.__main__ import benchmark
+from benchmarks.async_vs_sync.agent import PlannedLoop
 from benchmarks.async_vs_sync.bound import EngineSpeed, bound, greedy
 from benchmarks.async_vs_sync.rollouts import least_read, newly_read
 from benchmarks.async_vs_sync.sampling import Device
@@ -38,10 +39,11 @@ from benchmarks.async_vs_sync.settings import (
 from benchmarks.async_vs_sync.steps import write_rows
 from benchmarks.async_vs_sync.timeline import CAUSES, WORKING, Conversation, attribute, per_bucket
 from benchmarks.async_vs_sync.workload import Distribution, Plan, Turn, Workload
+from minirl.agent_loop import run_agent_loop
 from minirl.config import Config, ConfigError, load_config
 from minirl.launch import SOCKETS
 from minirl.rollout.server import ServerStats
-from minirl.testing import ScriptedServer, byte_tokenizer
+from minirl.testing import ScriptedServer, byte_tokenizer, make_context
 from minirl.types import TokenOutput, Trajectory
 
 
@@ -405,6 +407,16 @@ def test_a_conversation_that_is_too_long_is_told_before_an_engine_starts() -> No
     loaded = load_settings(FOLDER / "cpu.yaml")
     with pytest.raises(ConfigError, match=r"rollout\.response_length: got 64; a conv"):
         check_lengths(loaded.cases, loaded, config)
+
+
+@pytest.mark.parametrize("given", [{}, {"seed": 5}])
+async def test_a_conversation_has_seeds_where_the_run_gives_them(given: dict[str, int]) -> None:
+    server = ScriptedServer(byte_tokenizer(), ["abcdef"])
+    row = {"raw_prompt": [{"role": "user", "content": "x"}], "uid": "u"}
+    row["extra_info"] = {"plan": {"turns": [{"response_tokens": 3}]}}
+    [trajectory] = await run_agent_loop(PlannedLoop(make_context(server)), given, row)
+    assert trajectory.error is None and len(trajectory.response_ids) == 3
+    assert [r.sampling_params.keys() & {"seed"} for r in server.requests] == [given.keys()]
 
 
 class PacedEngine(ScriptedEngine):

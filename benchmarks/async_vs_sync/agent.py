@@ -73,8 +73,9 @@ class PlannedLoop(AgentLoopBase):
             self.finish(trajectory, "response_length")
         if trajectory.termination is not None:
             return
-        seed = derive_seed(given["seed"], trajectory.num_turns)
-        exact = {"max_tokens": num_tokens, "ignore_eos": True, "seed": seed}
+        exact = {"max_tokens": num_tokens, "ignore_eos": True}
+        if "seed" in given:
+            exact["seed"] = derive_seed(given["seed"], trajectory.num_turns)
         began = time.perf_counter()
         output = await self.server.generate(
             self.request_id, prompt_ids=trajectory.token_ids, sampling_params={**given, **exact}
