@@ -7,7 +7,10 @@ from minirl.types import MicroBatch
 
 PEAK_FLOPS = {
     "H100": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
     "H200": 989e12,
+    "H200 NVL": 835e12,
     "H20": 148e12,
     "A100": 312e12,
     "L40S": 362e12,

@@ -82,7 +82,7 @@ def test_what_a_cpu_does_not_tell() -> None:
 
 
 def test_the_longest_name_of_a_card_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = iter(["NVIDIA H200", "NVIDIA H20", "NVIDIA GeForce"])
+    names = iter(["NVIDIA H200", "NVIDIA H20", "NVIDIA H100 PCIe", "NVIDIA GeForce"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names))
     cuda = torch.device("cuda")
-    assert [peak_flops(cuda) for _ in range(3)] == [989e12, 148e12, None]
+    assert [peak_flops(cuda) for _ in range(4)] == [989e12, 148e12, 756e12, None]
