@@ -3,15 +3,26 @@
 import asyncio
 import gc
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from benchmarks import gpu_session, rollout_driver, routing, scaling, vs_trl, vs_trl_task
+from benchmarks import (
+    gpu_engine,
+    gpu_session,
+    rollout_driver,
+    routing,
+    scaling,
+    vs_trl,
+    vs_trl_task,
+)
 from benchmarks.gpu_engine import Job
 from benchmarks.rollout_routing import CachingServer
 from examples.calculator import demo
@@ -124,3 +135,27 @@ def test_the_float32_demo_of_a_gpu_session_is_in_float32(tmp_path: Path, monkeyp
     _, data = demo.prepare(1)
     config = load_config([demo.CONFIG, *data, *(f"{key}={value}" for key, value in given.items())])
     assert config.model.dtype == "float32"
+
+
+async def test_a_gpu_session_decodes_with_a_seed_per_request_and_without(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    asked: list[tuple[tuple[int, ...], bool]] = []
+
+    class Server:
+        async def generate(self, prompt: list[int], params: dict[str, Any], _: str) -> None:
+            asked.append((tuple(prompt), "seed" in params))
+
+    @asynccontextmanager
+    async def engine(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield SimpleNamespace(server=Server(), seconds={})
+
+    monkeypatch.setattr(gpu_engine, "_engine", engine)
+    job = Job(tmp_path, True, tmp_path / "results.json")
+    await gpu_engine._decode(job, eager=True)
+    runs = json.loads(job.results.read_text())["runs"]
+    conversations = [(run["conversations"], run["seeded"]) for run in runs]
+    assert conversations == [(1, True), (1, False), (4, True), (4, False)]
+    measured = asked[-10:]
+    assert [seeded for _, seeded in measured] == [True, False] + [True] * 4 + [False] * 4
+    assert len({prompt for prompt, _ in measured}) == 10
