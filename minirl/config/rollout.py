@@ -179,7 +179,7 @@ class RolloutConfig:
     then off by the mass that survived."""
     seeded_sampling: bool = True
     """Every request has its own seed, whatever else the engine does; vLLM's older model runner (on
-    a CPU, and on a GPU for mixtures of experts) then draws for one after the other at every step.
+    a CPU, and in 0.25 for mixtures of experts) then draws for one after the other at every step.
     false = all together, and nothing repeats."""
     response_length: int = 1024
     """Tokens of everything after the prompt: all turns and observations."""
