@@ -41,6 +41,7 @@ def test_tags_inside_of_arguments_are_text():
         ('{"name": 3, "arguments": {}}', 'needs "name"'),
         ('{"name": "a"}', 'needs "arguments"'),
         ('{"name": "a", "arguments": "{}"}', 'needs "arguments"'),
+        ('{"name": "\\ud800", "arguments": 5}', 'needs "arguments"'),
         ('{"name": "a", "arguments": {}} trailing', "</tool_call> must follow"),
         ('{"name": "a", "arguments": {"x": NaN}}', "NaN is not a JSON value"),
         ('{"name": "a", "arguments": {"x": 1e999}}', "that JSON has not"),
@@ -56,6 +57,7 @@ def test_malformed_calls_keep_their_place(body, problem):
     assert [c.name for c in turn.calls][::2] == ["first", "last"]
     assert problem in turn.calls[1].problem
     assert turn.calls[1].arguments == {}
+    (turn.calls[1].name + turn.calls[1].text).encode()  # a lone surrogate would raise
     assert turn.content == "end"
 
 

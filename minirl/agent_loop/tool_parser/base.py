@@ -141,6 +141,7 @@ def as_call(value: Any, text: str, *keys: str) -> ToolCall:
     if not isinstance(name, str) or not name:
         return ToolCall(text=text, problem='it needs "name", the name of a tool')
     if not isinstance(arguments, dict):
+        name = name.encode("utf-8", "replace").decode()  # a lone surrogate could not be written
         return ToolCall(name=name, text=text, problem=f'it needs "{key}", a JSON object')
     return make_call(name, arguments, text)
 
