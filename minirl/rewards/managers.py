@@ -113,7 +113,9 @@ def record_score(trajectory: Trajectory, result: Any) -> None:
     numbers = {key: float(value) for key, value in details.items() if _is_number(value)}
     if not 0 <= numbers.get("acc", 0.0) <= 1:
         raise ValueError(f"the reward function returned {result!r}; `acc` must be from 0 to 1")
-    trajectory.answer = None if answer is None else str(answer)
+    if answer is not None:  # a lone surrogate (of the solution's JSON) could not be written
+        answer = str(answer).encode("utf-8", "replace").decode()
+    trajectory.answer = answer
     trajectory.reward = float(reward)
     trajectory.reward_breakdown.update(numbers)
 

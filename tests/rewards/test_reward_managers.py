@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from minirl.config import ConfigError, RewardConfig
@@ -49,6 +51,12 @@ async def test_a_mapping_is_a_score_and_numbers_to_log():
     assert trajectory.reward == 1.0
     assert trajectory.reward_breakdown == {"tool/a": 1.0, "acc": 1.0, "length": 3.0}
     assert trajectory.answer == "4"
+
+
+async def test_an_answer_that_could_not_be_written_is_kept_as_text():
+    trajectory = Trajectory(prompt_ids=[])
+    await returns({"score": 1, "pred": json.loads(r'"a\ud83d"')})(trajectory, ROW, "")
+    assert trajectory.answer == "a?"
 
 
 async def test_the_reward_function_sees_facts_of_the_trajectory():
