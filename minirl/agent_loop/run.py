@@ -12,7 +12,7 @@ from minirl.agent_loop.base import (
     ServerError,
     trim,
 )
-from minirl.tools.session import cancelled_from_outside
+from minirl.tools.session import is_failure
 from minirl.types import Termination, Trajectory
 
 
@@ -37,12 +37,8 @@ async def run_agent_loop(
         async with asyncio.timeout(loop.config.rollout.trajectory_timeout_s) as deadline:
             result = await loop.run(dict(sampling_params), **row)
         trajectories = _finished(result)
-    except asyncio.CancelledError as error:
-        if cancelled_from_outside():
-            raise
-        return failed_trajectories(loop.trajectories, error, row)
-    except (Exception, SystemExit) as error:  # sys.exit() in user code ends its trajectory only
-        if _is_server_error(error):
+    except BaseException as error:
+        if not is_failure(error) or _is_server_error(error):
             raise
         timed_out = isinstance(error, TimeoutError) and deadline.expired()
         reason: Termination = "timeout" if timed_out else "error"
@@ -101,7 +97,7 @@ def failed_trajectories(
 
 def _is_server_error(error: BaseException) -> bool:
     """Also inside the group that a TaskGroup of the user's makes of it."""
-    if isinstance(error, ExceptionGroup):
+    if isinstance(error, BaseExceptionGroup):
         return error.subgroup(ServerError) is not None
     return isinstance(error, ServerError)
 

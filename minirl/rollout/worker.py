@@ -22,7 +22,7 @@ from minirl.openai.endpoint import POLICY
 from minirl.rewards import RewardManager
 from minirl.rollout.client import AsyncLLMServerManager, RoutingStats
 from minirl.rollout.modes import Pace
-from minirl.tools.session import cancelled_from_outside
+from minirl.tools.session import is_failure
 from minirl.types import RewardRecord, Trajectory
 from minirl.waits import CONVERSATION, WAITS
 
@@ -114,7 +114,9 @@ class AgentLoopWorker:
             params["seed"] = seed
         try:
             loop = make_agent_loop(name, self._context)
-        except (Exception, SystemExit) as error:  # of user code
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             trajectories = failed_trajectories([], error, row)
         else:
             trajectories = await run_agent_loop(loop, params, row)
@@ -136,8 +138,8 @@ class AgentLoopWorker:
             try:
                 with WAITS.on("reward"):
                     await self._reward_manager(last, row, solution)
-            except (Exception, SystemExit, asyncio.CancelledError) as error:
-                if isinstance(error, asyncio.CancelledError) and cancelled_from_outside():
+            except BaseException as error:
+                if not is_failure(error):
                     raise
                 for trajectory in trajectories:  # user code: its failure is theirs
                     record_failure(trajectory, "error", error)

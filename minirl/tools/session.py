@@ -175,11 +175,9 @@ class ToolSession:
             return _ok(answer)
         except ToolError as error:
             return _Answer(status="error", text=f"Error: {error}")
-        except asyncio.CancelledError as error:
-            if cancelled_from_outside():
+        except BaseException as error:
+            if not is_failure(error):
                 raise
-            return _failure(tool, error)
-        except (Exception, SystemExit) as error:  # sys.exit() of a tool ends its call only
             if deadline.expired() and isinstance(error, TimeoutError):
                 text = f"Error: the tool {tool.name!r} did not answer within {timeout_s:g} s."
                 return _Answer(status="timeout", text=text)
@@ -203,11 +201,9 @@ class ToolSession:
                     work = self.tools[name].release(instance, **self._kwargs(name, "release"))
                     with WAITS.on(f"tool {name!r} to be released"):
                         await watch_blocking(work, self.tools[name])
-            except (
-                Exception,
-                SystemExit,
-                asyncio.CancelledError,
-            ) as error:  # the others are released all the same
+            except (KeyboardInterrupt, GeneratorExit):
+                raise
+            except BaseException as error:  # the others are released all the same
                 if _first_time(self.tools[name], "not released"):
                     logger.exception("tool %r could not be released", name)
                 failure = RuntimeError(f"tool {name!r} could not be released: {_words(error)}")
@@ -305,6 +301,14 @@ async def _uncancelled(work: Coroutine[Any, Any, Any]) -> Any:
     if cancellation is not None:
         raise cancellation
     return task.result()
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether user code has failed: sys.exit(), what extensions raise (pyo3's PanicException is no
+    Exception) and a cancellation of its own end no more than itself; Ctrl-C does."""
+    if isinstance(error, asyncio.CancelledError):
+        return not cancelled_from_outside()
+    return not isinstance(error, KeyboardInterrupt | GeneratorExit)
 
 
 def cancelled_from_outside() -> bool:

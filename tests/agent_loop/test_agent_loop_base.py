@@ -57,6 +57,15 @@ class Exiting(AgentLoopBase):
         sys.exit("no \udcff licence")
 
 
+class Panic(BaseException):
+    """As pyo3's PanicException, with which libraries written in Rust crash, it is no Exception."""
+
+
+class Panicking(AgentLoopBase):
+    async def run(self, sampling_params, **row):
+        raise BaseExceptionGroup("tasks", [Panic("index out of bounds")])
+
+
 class ByHand(AgentLoopBase):
     """Writes to the tokens, and ends with an observation, past the methods that keep them right."""
 
@@ -98,6 +107,7 @@ async def test_a_loop_may_return_several_trajectories():
         (Nothing, "run() returned None", 0),
         (Late, "TimeoutError: upstream", 0),
         (Exiting, r"SystemExit: no \udcff licence", 0),  # escaped: it could not be written
+        (Panicking, "Panic: index out of bounds", 0),
     ],
 )
 async def test_exceptions_of_user_code_become_data(loop_class, error, num_turns):

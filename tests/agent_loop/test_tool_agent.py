@@ -168,6 +168,7 @@ async def test_a_turn_that_was_cut_calls_nothing():
         (call("broken"), "error", "the tool 'broken' failed: KeyError: 'x'"),
         (call("cancels"), "error", "the tool 'cancels' failed: CancelledError"),
         (call("exits"), "error", "the tool 'exits' failed: SystemExit: 3"),
+        (call("panics"), "error", "the tool 'panics' failed: Panic: at the end"),
         (call("unprintable"), "error", "the tool 'unprintable' failed: Unprintable"),
         (call("hangs"), "timeout", "the tool 'hangs' did not answer within 1 s"),
         (call("own_timeout"), "error", "the tool 'own_timeout' failed: TimeoutError"),
@@ -189,6 +190,14 @@ async def test_the_model_is_told_and_the_conversation_goes_on(text, status, told
     async def exits() -> str:
         """End the program, as argparse does."""
         sys.exit(3)
+
+    class Panic(BaseException):
+        pass
+
+    @function_tool
+    async def panics() -> str:
+        """Crash, as libraries written in Rust do."""
+        raise Panic("at the end")
 
     class Unprintable(Exception):
         def __str__(self):
@@ -214,7 +223,7 @@ async def test_the_model_is_told_and_the_conversation_goes_on(text, status, told
         """Return what is not Unicode."""
         return "a\ud800b"
 
-    tools = [*TOOLS, broken, cancels, exits, unprintable, hangs, own_timeout, surrogate]
+    tools = [*TOOLS, broken, cancels, exits, panics, unprintable, hangs, own_timeout, surrogate]
     overrides = [f"rollout.multi_turn.tool_timeout_s={1 if status == 'timeout' else 60}"]
     trajectory, server = await run_script([text + ADD, "#### 4"], tools, overrides)
     assert [r.status for r in trajectory.tool_calls] == [status, "ok"]

@@ -4,6 +4,7 @@ import asyncio
 import random
 import uuid
 
+import pytest
 from scripted import TOKENIZER, call, check_invariants
 
 from minirl.agent_loop import ToolAgentLoop, run_agent_loop
@@ -160,10 +161,15 @@ async def test_a_hanging_tool_is_released_when_its_conversation_is_cancelled():
     assert tool.released == tool.created != []
 
 
-async def test_a_failing_release_ends_its_trajectory_only_after_all_were_released():
+class Panic(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [OSError, Panic])
+async def test_a_failing_release_ends_its_trajectory_only_after_all_were_released(error):
     class Stuck(Notebook):
         async def release(self, instance_id, **kwargs):
-            raise OSError("cannot close")
+            raise error("cannot close")
 
     other = {**NOTE, "function": {**NOTE["function"], "name": "other"}}
     stuck, fine = Stuck({"delay_s": 0}), Notebook({"delay_s": 0})

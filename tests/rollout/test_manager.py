@@ -602,6 +602,26 @@ async def test_a_reward_that_is_cancelled_by_itself_has_failed(
     assert "CancelledError" in (trajectories[0].error or "")
 
 
+PANICKING_REWARD = """
+class Panic(BaseException): pass
+async def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if ground_truth == "0":
+        raise Panic("index out of bounds")
+    return 1.0
+"""
+
+
+async def test_a_reward_that_crashes_a_library_has_failed(
+    open_rollout: Opener, tmp_path: Path
+) -> None:
+    (tmp_path / "reward.py").write_text(PANICKING_REWARD)
+    setting = f"reward.custom_reward_function.path={tmp_path}/reward.py"
+    async with open_rollout(right, setting) as rollout:
+        trajectories = await rollout.manager.generate_sequences(prompts(2), step=1)
+    assert [(t.termination, t.reward) for t in trajectories] == [("error", None), ("stop", 1.0)]
+    assert "Panic: index out of bounds" in (trajectories[0].error or "")
+
+
 @register("overflows")
 class Overflows(AgentLoopBase):
     """Its second stretch has no room for an answer."""
