@@ -22,7 +22,7 @@ from minirl.openai.endpoint import POLICY
 from minirl.rewards import RewardManager
 from minirl.rollout.client import AsyncLLMServerManager, RoutingStats
 from minirl.rollout.modes import Pace
-from minirl.tools.session import is_failure
+from minirl.tools.session import cancelled_from_outside, is_failure
 from minirl.types import RewardRecord, Trajectory
 from minirl.waits import CONVERSATION, WAITS
 
@@ -92,6 +92,8 @@ class AgentLoopWorker:
             seed = derive_seed(request.seed, "retry", attempt) if attempt else request.seed
             trajectories = await self._attempt(request, seed)
             if all(trajectory.termination != "error" for trajectory in trajectories):
+                break
+            if cancelled_from_outside():  # of which user code made an error
                 break
         return trajectories
 

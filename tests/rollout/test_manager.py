@@ -473,6 +473,34 @@ async def test_over_sampling_does_not_take_what_would_not_be_aborted(open_rollou
     assert rollout.manager.metrics["rollout/num_aborted"] == 2
 
 
+@register("cleans_up_badly")
+class CleansUpBadly(AgentLoopBase):
+    """Fails when it is cancelled, as one whose connection is gone may."""
+
+    begun: ClassVar[list[int]]
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
+        self.begun.append(row["sample_index"])
+        trajectory = await self.start(row["raw_prompt"])
+        if row["sample_index"] == 0:
+            try:
+                await asyncio.sleep(3600 if self.begun.count(0) == 1 else 0)
+            finally:
+                raise ConnectionError("gone")
+        await self.generate(trajectory, sampling_params)
+        return self.finish(trajectory, "stop")
+
+
+async def test_what_fails_as_it_is_aborted_is_not_tried_again(open_rollout: Opener) -> None:
+    CleansUpBadly.begun = []
+    settings = "rollout.over_sample_rate=1", "rollout.on_failure=retry", "rollout.max_retries=3"
+    async with open_rollout(right, *settings) as rollout, asyncio.timeout(120):
+        rows = prompts(1, agent_name="cleans_up_badly")
+        trajectories = await rollout.manager.generate_sequences(rows, step=1)
+    assert [t.sample_index for t in trajectories] == [1]
+    assert CleansUpBadly.begun == [0, 1]
+
+
 @register("begins_or_ends")
 class BeginsOrEnds(AgentLoopBase):
     """Asks for one turn; with `at_once` the first sample asks for none."""
