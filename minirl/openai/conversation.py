@@ -109,7 +109,7 @@ class Conversation:
 
     async def run(self, agent: Coroutine[Any, Any, Any]) -> Any:
         """What the agent returns. ServerError: an engine was lost under one of its requests."""
-        task = asyncio.ensure_future(agent)
+        task = asyncio.create_task(_without_exit(agent))
         try:
             await asyncio.wait([task, self._lost], return_when=asyncio.FIRST_COMPLETED)
             if self._lost.done():
@@ -273,6 +273,14 @@ class Conversation:
             self._streams[-1].refused = reason
         elif extends:
             extends.refused = reason
+
+
+async def _without_exit(agent: Coroutine[Any, Any, Any]) -> Any:
+    """What the agent returns. Out of a task SystemExit ends the program, whoever awaits that."""
+    try:
+        return await agent
+    except SystemExit as error:
+        raise RuntimeError(f"the agent raised {error!r}") from error
 
 
 @contextmanager

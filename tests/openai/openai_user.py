@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 import threading
 from typing import Any
 
@@ -52,6 +53,11 @@ assistant = Assistant()
 async def fails(**given: Any) -> None:
     await one_question(**given)
     raise ZeroDivisionError("planted")
+
+
+async def exits(**given: Any) -> None:
+    await one_question(**given)
+    sys.exit("planted")
 
 
 async def endless(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> None:

@@ -82,9 +82,15 @@ async def test_a_plain_function_runs_in_a_thread(tmp_path: Path) -> None:
         assert (t.reward, t.reward_breakdown["turns"]) == (0.75, 2.0)
 
 
-async def test_an_exception_is_a_failure_with_what_was_sampled(tmp_path: Path) -> None:
-    async with running(tmp_path, "fails", ["42"]) as ([t], _):
-        assert t.termination == "error" and "ZeroDivisionError: planted" in (t.error or "")
+@pytest.mark.parametrize(
+    ("agent", "error"),
+    [("fails", "ZeroDivisionError: planted"), ("exits", "SystemExit('planted')")],
+)
+async def test_an_exception_is_a_failure_with_what_was_sampled(
+    tmp_path: Path, agent: str, error: str
+) -> None:
+    async with running(tmp_path, agent, ["42"]) as ([t], _):
+        assert t.termination == "error" and error in (t.error or "")
         assert sampled(t) == "42<|im_end|>"
 
 
