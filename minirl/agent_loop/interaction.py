@@ -1,5 +1,6 @@
 """A simulated user: what answers the policy when it calls no tool."""
 
+import asyncio
 import math
 import time
 import uuid
@@ -11,6 +12,7 @@ from typing import Any
 
 from minirl.entries import load_entries, locate_class
 from minirl.registry import nearest, require_methods
+from minirl.tools.session import RELEASE_TIMEOUT_S
 from minirl.types import RewardRecord, Trajectory
 from minirl.waits import WAITS
 
@@ -42,7 +44,7 @@ class Interaction(ABC):
         """
 
     async def finalize(self, instance_id: str, **interaction_kwargs: Any) -> None:  # noqa: B027
-        """Drop the state of one conversation."""
+        """Drop the state of one conversation; for as long as a tool's release may take (10 s)."""
 
 
 class User:
@@ -89,7 +91,8 @@ async def simulated_user(
         yield User(interaction, instance_id, kwargs)
     finally:
         with WAITS.on("the simulated user to finalize"):
-            await interaction.finalize(instance_id, **kwargs)
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):  # the trajectory's may be over already
+                await interaction.finalize(instance_id, **kwargs)
 
 
 def check_interaction(name: str, interactions: Mapping[str, Interaction]) -> None:

@@ -1,5 +1,6 @@
 """A simulated user over a scripted engine, and what may go wrong with one."""
 
+import asyncio
 import json
 import math
 from pathlib import Path
@@ -9,7 +10,13 @@ import pytest
 from scripted import TOKENIZER, call, check_invariants
 
 from examples.guess_number import prepare, user
-from minirl.agent_loop import Interaction, ToolAgentLoop, load_interactions, run_agent_loop
+from minirl.agent_loop import (
+    Interaction,
+    ToolAgentLoop,
+    interaction,
+    load_interactions,
+    run_agent_loop,
+)
 from minirl.config import ConfigError
 from minirl.testing import ScriptedServer, make_context
 from minirl.tools.calculator import CalculatorTool
@@ -116,6 +123,25 @@ async def test_a_user_that_raises_fails_its_conversation_and_is_finalized() -> N
     trajectory, _ = await converse(["a"], given, interactions={"recorder": Recorder({})})
     assert trajectory.termination == "error" and "not with me" in (trajectory.error or "")
     assert Recorder.log[-1] == ("finalize", "me")
+
+
+class Gone(Interaction):
+    async def generate_response(self, *_: Any, **__: Any) -> tuple[str, bool, float]:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    async def finalize(self, *_: Any, **__: Any) -> None:
+        await asyncio.sleep(3600)
+
+
+async def test_a_user_that_never_answers_again_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interaction, "RELEASE_TIMEOUT_S", 0.01)
+    asked = {"interaction_kwargs": {"name": "gone"}}
+    given = {"prompt": [{"role": "user", "content": "Hi"}], "extra_info": asked}
+    users, limit = {"gone": Gone({})}, "rollout.trajectory_timeout_s=0.1"
+    async with asyncio.timeout(120):
+        trajectory, _ = await converse(["a"], given, limit, interactions=users)
+    assert trajectory.termination == "timeout"
 
 
 async def test_a_user_whose_reward_is_no_number_fails_its_conversation_alone() -> None:
