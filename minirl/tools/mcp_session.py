@@ -96,6 +96,8 @@ class Session:
         """Returns when its server was told, its process is gone and its task has ended."""
         self._closing = True
         self._end("")
+        if not self._settled.is_set():  # it starts still, or waits for its turn to
+            self.task.cancel()
         if (await asyncio.wait([self.task], timeout=CLOSE_TIMEOUT_S))[1]:
             self.task.cancel()
             await asyncio.wait([self.task])

@@ -214,6 +214,17 @@ async def test_a_server_that_ends_again_and_again_stays_down_for_a_while(monkeyp
     await close(tools)
 
 
+async def test_a_session_that_waits_for_its_turn_to_start_is_closed_at_once(listings):
+    links = Links(parse_config({**STDIO, "session": "trajectory"}))
+    links._starting = asyncio.Semaphore(0)  # too many others start
+    tools = {"add": MCPTool(links, listings["stdio"][0]._tool)}
+    limits = MultiTurnConfig(tool_timeout_s=1)
+    async with ToolSession(tools, limits, TOKENIZER) as session:
+        (told,) = await ask(session, call("add", a=1, b=2))
+        assert "did not answer within 1 s" in told
+    await close(tools)
+
+
 async def test_a_lack_of_files_is_told_at_once_and_the_next_call_starts_anew(
     url, listings, monkeypatch
 ):
