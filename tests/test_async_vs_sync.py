@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine
 
+from benchmarks.async_vs_sync import figures
 from benchmarks.async_vs_sync.__main__ import benchmark
 from benchmarks.async_vs_sync.agent import PlannedLoop
 from benchmarks.async_vs_sync.bound import EngineSpeed, bound, greedy
@@ -365,6 +366,21 @@ def test_everything_that_comes_with_it_can_be_run(tmp_path: Path) -> None:
         cases = [replace(c, conversations=[8]) for c in loaded.cases + loaded.full]
         check_lengths(cases, loaded, load_config([str(path)]))
     assert {p.stem for p in FOLDER.glob("workloads/*.yaml")} == {c.workload for c in loaded.cases}
+
+
+def test_no_two_cases_have_the_same_name() -> None:
+    """Pictures, bars and curves are told apart by it."""
+    for path in FOLDER.glob("*pu.yaml"):
+        loaded = load_settings(path)
+        cases = [(c.load().name, n) for c in loaded.cases + loaded.full for n in c.conversations]
+        assert len(set(cases)) == len(cases)
+
+
+def test_only_what_has_several_sizes_grows() -> None:
+    sizes = [("a", 8), ("b", 8), ("b", 9), ("c", 8)]
+    cases: Any = [SimpleNamespace(workload=name, conversations=n) for name, n in sizes]
+    assert figures.grown(cases) == ["b"]
+    assert figures.grown([cases[0], cases[0]]) == []
 
 
 CASES = [{"workload": "search", "conversations": [8]}]

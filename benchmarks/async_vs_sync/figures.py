@@ -141,9 +141,14 @@ def step_bars(steps: StepsResult) -> list[tuple[str, list[dict[str, Any]]]]:
     return list(steps.figures.items())
 
 
-def growth(cases: Sequence[CaseResult]) -> Figure:
+def grown(cases: Sequence[CaseResult]) -> list[str]:
+    """The workloads with several numbers of conversations."""
+    names = dict.fromkeys(c.workload for c in cases)
+    return [n for n in names if len({c.conversations for c in cases if c.workload == n}) > 1]
+
+
+def growth(cases: Sequence[CaseResult], names: Sequence[str]) -> Figure:
     """Makespan of each mode against the number of conversations, and the bound, per workload."""
-    names = [n for n in dict.fromkeys(c.workload for c in cases) if _sizes(cases, n) > 1]
     figure = Figure(figsize=(4.2 * len(names), 3.6), dpi=150, layout="constrained")
     for ax, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         mine = sorted((c for c in cases if c.workload == name), key=lambda c: c.conversations)
@@ -171,7 +176,3 @@ def growth(cases: Sequence[CaseResult]) -> Figure:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure
-
-
-def _sizes(cases: Sequence[CaseResult], workload: str) -> int:
-    return len({c.conversations for c in cases if c.workload == workload})

@@ -157,11 +157,10 @@ def _idle_words(found: Sequence[dict[str, Any]]) -> list[str]:
 
 def case_title(case: CaseResult) -> str:
     """What was measured, the engine's speed, and the bound."""
-    scale = f", latencies x {case.latency_scale:g}" if case.latency_scale != 1 else ""
     least = words([bound.seconds for bound in case.bounds])
     alone, full = (1e3 * case.speed.step_of(number) for number in (1, case.conversations))
     engine = f"a step {alone:.1f} ms for one, {full:.1f} ms for all"
-    return f"{case.workload}, {case.conversations} conversations{scale}; {engine}; bound {least} s"
+    return f"{case.workload}, {case.conversations} conversations; {engine}; bound {least} s"
 
 
 def print_case(case: CaseResult) -> None:
@@ -206,8 +205,8 @@ def write(results: Results, out: Path) -> None:
 
 def _pictures(results: Results) -> dict[str, Figure]:
     pictures = {"idle": figures.spent(figures.case_bars(results.cases), "rollouts")}
-    if len({case.workload for case in results.cases}) < len(results.cases):
-        pictures["growth"] = figures.growth(results.cases)
+    if grown := figures.grown(results.cases):
+        pictures["growth"] = figures.growth(results.cases, grown)
     if results.steps:
         pictures["steps"] = figures.spent(figures.step_bars(results.steps), "whole steps")
     for case in results.cases:

@@ -46,12 +46,14 @@ class Case:
         return [m for m in self.modes if m != "serial" or number <= self.serial_up_to]
 
     def load(self) -> Workload:
-        """The workload; with `turns`, these are in its name."""
+        """The workload; its name says what is not as in its file."""
         workload = load_workload(self.workload)
-        if self.turns is None:
+        if self.turns is not None:
+            name = f"{workload.name}, {self.turns} turns"
+            workload = replace(workload, name=name, turns=self.turns)
+        if self.latency_scale == 1:
             return workload
-        name = f"{workload.name}, {self.turns} turns"
-        return replace(workload, name=name, turns=self.turns)
+        return replace(workload, name=f"{workload.name}, latencies x {self.latency_scale:g}")
 
 
 @dataclass(kw_only=True)
