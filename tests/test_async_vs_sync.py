@@ -400,6 +400,10 @@ CASES = [{"workload": "search", "conversations": [8]}]
             "modes: got 'asinc'; of serial, sync, async",
         ),
         (
+            {"cases": [{"workload": "search", "conversations": [8, 9], "modes": ["serial"]}]},
+            "modes: got ['serial']; nothing is run with 9 conversations",
+        ),
+        (
             {"cases": CASES, "steps": {"workload": "textbook"}},
             "response_s: got 0.1; give response_tokens",
         ),

@@ -121,6 +121,9 @@ def _check_case(case: Case | WholeSteps, place: str) -> None:
     require(case.latency_scale >= 0, f"{key}: latency_scale", case.latency_scale, "0 or more")
     counts = case.conversations if isinstance(case, Case) else [case.prompts]
     require(min(counts, default=0) > 0, f"{key}: conversations", counts, "name one, or more")
+    for number in case.conversations if isinstance(case, Case) else []:
+        words = f"nothing is run with {number} conversations; set serial_up_to, or more modes"
+        require(bool(case.modes_for(number)), f"{key}: modes", given, words)
     workload = load_workload(case.workload) if isinstance(case, WholeSteps) else case.load()
     if isinstance(case, WholeSteps):
         is_tokens = workload.response_key == "response_tokens"
