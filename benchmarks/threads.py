@@ -31,11 +31,13 @@ PHASES = ("old_log_prob", "update_actor")
 
 def measure(arm: str) -> dict[str, float]:
     """Seconds by phase, the median of three."""
+    # What the shell says of threads would be said to every arm.
+    given = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "phases.json"
         command = [sys.executable, "-m", "benchmarks.train_step", "--parts", "phases"]
         command += ["--repetitions=3", f"--out={out}"]
-        subprocess.run(command, env=os.environ | ARMS[arm], stdout=subprocess.DEVNULL, check=True)
+        subprocess.run(command, env=given | ARMS[arm], stdout=subprocess.DEVNULL, check=True)
         phases = json.loads(out.read_text())["phases"]
     return {phase: median(phases[f"seconds {phase}"]) for phase in PHASES}
 

@@ -20,6 +20,7 @@ from benchmarks import (
     rollout_driver,
     routing,
     scaling,
+    threads,
     vs_trl,
     vs_trl_task,
 )
@@ -93,6 +94,24 @@ async def test_a_tool_that_waits_answers_as_without(monkeypatch: pytest.MonkeyPa
         await vs_trl_task.wait(f"{number} + 1")
     assert sum(waited) / len(waited) == pytest.approx(vs_trl_task.MEAN_S, rel=0.1)
     assert max(waited) > 2 and min(waited) < 0.03
+
+
+def test_every_core_counts_whatever_the_shell_says_of_threads(monkeypatch: Any) -> None:
+    given = {}
+
+    def run(command: list[str], env: dict[str, str], **_: Any) -> None:
+        given[arm] = {k: v for k, v in env.items() if k.startswith(("OMP_", "GOMP_"))}
+        assert env["PATH"]
+        [out] = [word.removeprefix("--out=") for word in command if word.startswith("--out=")]
+        found = {"seconds old_log_prob": [1.0, 3.0, 2.0], "seconds update_actor": [4.0]}
+        Path(out).write_text(json.dumps({"phases": found}))
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    monkeypatch.setattr(threads.subprocess, "run", run)
+    for arm in threads.ARMS:
+        assert threads.measure(arm) == {"old_log_prob": 2.0, "update_actor": 4.0}
+    assert given == threads.ARMS
 
 
 TESTS_FOR_A_GPU = """
