@@ -26,7 +26,7 @@ from benchmarks.async_vs_sync import figures
 from benchmarks.async_vs_sync.__main__ import benchmark
 from benchmarks.async_vs_sync.agent import PlannedLoop
 from benchmarks.async_vs_sync.bound import EngineSpeed, bound, greedy
-from benchmarks.async_vs_sync.rollouts import least_read, newly_read
+from benchmarks.async_vs_sync.rollouts import Turnstile, least_read, newly_read
 from benchmarks.async_vs_sync.sampling import Device
 from benchmarks.async_vs_sync.settings import (
     FOLDER,
@@ -46,6 +46,7 @@ from minirl.launch import SOCKETS
 from minirl.rollout.server import ServerStats
 from minirl.testing import ScriptedServer, byte_tokenizer, make_context
 from minirl.types import TokenOutput, Trajectory
+from minirl.waits import CONVERSATION
 
 
 def parse(value: Any, folder: Path = Path()) -> Distribution:
@@ -186,6 +187,33 @@ def test_the_trainer_beside_an_idle_engine_is_no_wait() -> None:
     talks = [talk(0.0, GENERATE, TOOL, GENERATE) for _ in range(8)]
     found = attribute(talks, 0, 7, trainer=[(0.5, 3.0)])
     assert {cause: s for cause, s in found.items() if s} == {WORKING: 2, "trainer": 2, "tools": 3}
+
+
+def test_the_engine_works_for_what_is_aborted_too() -> None:
+    talks = [talk(0.0, GENERATE, TOOL, GENERATE) for _ in range(8)]
+    found = attribute(talks, 0, 7, aborted=[(0.5, 2.0), (3.0, 4.0)])
+    assert {cause: s for cause, s in found.items() if s} == {WORKING: 4, "tools": 3}
+
+
+async def test_turns_that_are_cut_off_were_in_the_engine() -> None:
+    began, asked = asyncio.Event(), time.perf_counter()
+
+    class Server:
+        async def generate(self, *_: Any, **__: Any) -> TokenOutput:
+            began.set()
+            return await asyncio.get_running_loop().create_future()
+
+    async def converse() -> None:
+        CONVERSATION.set("0/4")
+        await turnstile.generate("request", prompt_ids=[1], sampling_params={})
+
+    turnstile = Turnstile(Server())
+    task = asyncio.create_task(converse())
+    await began.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    [(start, end)] = turnstile.generating["0/4"]
+    assert task.cancelled() and asked <= start <= end <= time.perf_counter()
 
 
 STATES = st.lists(st.tuples(st.sampled_from([WORKING, "tools", "held", ""]), st.floats(0, 3)))

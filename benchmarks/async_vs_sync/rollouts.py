@@ -1,5 +1,6 @@
 """Rollouts by each mode on one engine, in turn, and what each of them spent its time on."""
 
+import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
@@ -42,17 +43,24 @@ class Turnstile:
         self._server = server
         self.held: dict[str, list[Span]] = defaultdict(list)
         """By conversation, from asking for a turn to its way to the engine."""
+        self.generating: dict[str, list[Span]] = defaultdict(list)
+        """By conversation, in the engine; also turns that were cut off with their conversation."""
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any]
     ) -> TokenOutput:
         """See minirl.agent_loop.Server."""
-        asked = time.perf_counter()
-        output = await self._server.generate(
-            request_id, prompt_ids=prompt_ids, sampling_params=sampling_params
-        )
-        assert output.start is not None
-        self.held[CONVERSATION.get()].append((asked, output.start))
+        asked, conversation = time.perf_counter(), CONVERSATION.get()
+        try:
+            output = await self._server.generate(
+                request_id, prompt_ids=prompt_ids, sampling_params=sampling_params
+            )
+        except asyncio.CancelledError:
+            self.generating[conversation].append((asked, time.perf_counter()))
+            raise
+        assert output.start is not None and output.end is not None
+        self.held[conversation].append((asked, output.start))
+        self.generating[conversation].append((output.start, output.end))
         return output
 
 
@@ -67,6 +75,8 @@ class Rollout:
     conversations: list[Conversation]
     sampler: Sampler
     max_num_seqs: int
+    aborted: list[Span]
+    """In which the engine had turns of conversations that rollout.over_sample_rate has aborted."""
     trainer: list[Span] = field(default_factory=list)
     """Beside the rollout: actor.logprobs_in_tail."""
 
@@ -77,7 +87,7 @@ class Rollout:
 
     def figures(self) -> dict[str, Any]:
         """For results.json; `idle_s` and `generating_s` together are `seconds`."""
-        spent = attribute(self.conversations, self.start, self.end, self.trainer)
+        spent = attribute(self.conversations, self.start, self.end, self.trainer, self.aborted)
         tokens = sum(sum(t.response_mask) for t in self.trajectories)
         return {
             "seconds": self.seconds,
@@ -119,21 +129,23 @@ class Arm:
     async def rollout(self, prompts: list[dict[str, Any]], **options: Any) -> Rollout:
         """`generate_sequences`, measured."""
         self._turnstile.held.clear()
+        self._turnstile.generating.clear()
         async with Sampler(self._client, self._device) as sampler:
             start = time.perf_counter()
             trajectories = await self.manager.generate_sequences(prompts, **options)
             end = time.perf_counter()
         # only a barrier holds turns back; else the span is the way to the engine
         held = dict(self._turnstile.held) if self.mode == "sync" else {}
+        ended = {f"{t.uid}/{t.sample_index}": t for t in trajectories}
+        turns = self._turnstile.generating
         return Rollout(
             arm=self.name,
             start=start,
             end=end,
             trajectories=trajectories,
-            conversations=[
-                Conversation.of(t, held.get(f"{t.uid}/{t.sample_index}", [])) for t in trajectories
-            ],
+            conversations=[Conversation.of(t, held.get(name, [])) for name, t in ended.items()],
             sampler=sampler,
+            aborted=[span for name in turns.keys() - ended.keys() for span in turns[name]],
             max_num_seqs=self._config.rollout.max_num_seqs,
         )
 

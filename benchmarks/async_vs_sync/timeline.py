@@ -6,7 +6,7 @@ conversation is in it, and each idle moment has one cause.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -76,15 +76,20 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def attribute(
-    conversations: Sequence[Conversation], start: float, end: float, trainer: Sequence[Span] = ()
+    conversations: Sequence[Conversation],
+    start: float,
+    end: float,
+    trainer: Sequence[Span] = (),
+    aborted: Sequence[Span] = (),
 ) -> dict[str, float]:
     """Seconds of [start, end] that the engine worked, and idle ones by cause; together all of them.
 
-    A moment has the first cause of these that is true: the trainer works beside the rollout
-    (`trainer` has its spans), code of rank 0 is busy with a conversation (driver), one is held back
-    (barrier), all are in tools (tail or tools).
+    It works for conversations that were aborted too (`aborted` has their turns). A moment has the
+    first cause of these that is true: the trainer works beside the rollout (`trainer` has its
+    spans), code of rank 0 is busy with a conversation (driver), one is held back (barrier), all are
+    in tools (tail or tools).
     """
-    events = _events(conversations, start, end, trainer)
+    events = _events(conversations, start, end, {"trainer": trainer, WORKING: aborted})
     most = _most_at_once(conversations)
     last_begins = max((c.start for c in conversations), default=start)
     seconds = dict.fromkeys([WORKING, *CAUSES], 0.0)
@@ -111,10 +116,13 @@ def _state(now: Counter[str], is_tail: bool) -> str:
 
 
 def _events(
-    conversations: Sequence[Conversation], start: float, end: float, trainer: Sequence[Span]
+    conversations: Sequence[Conversation],
+    start: float,
+    end: float,
+    others: Mapping[str, Sequence[Span]],
 ) -> list[tuple[float, str, int]]:
     """(time, state, +1 or -1) in order, within [start, end]; the first is at `start`."""
-    spans = [("trainer", span) for span in trainer]
+    spans = [(kind, span) for kind, of_kind in others.items() for span in of_kind]
     for c in conversations:
         spans.append(("active", (c.start, c.end)))
         for kind, of_kind in ((WORKING, c.generating), ("tools", c.tools), ("held", c.held)):
