@@ -216,6 +216,15 @@ async def test_turns_that_are_cut_off_were_in_the_engine() -> None:
     assert task.cancelled() and asked <= start <= end <= time.perf_counter()
 
 
+def test_the_samples_of_a_prompt_differ(tmp_path: Path) -> None:
+    """Else there is nothing that over-sampling could make shorter."""
+    write_rows(load_settings(FOLDER / "cpu.yaml"), 4, tmp_path / "rows.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    plans = [plan for row in rows for plan in row["extra_info"]["plans"]]
+    assert len(rows) == 4 and len(plans) == 4 * 5  # over_sample_rate is a quarter
+    assert len({plan["turns"][0]["tool_s"] for plan in plans}) == len(plans)
+
+
 STATES = st.lists(st.tuples(st.sampled_from([WORKING, "tools", "held", ""]), st.floats(0, 3)))
 TALKS = st.lists(st.builds(lambda start, states: talk(start, *states), st.floats(-1, 5), STATES))
 
@@ -529,7 +538,7 @@ async def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (folder / "mine.yaml").write_text(yaml.safe_dump(given))
     loaded = load_settings(folder / "mine.yaml")
-    write_rows(loaded, folder / "rows.jsonl")
+    write_rows(loaded, 2, folder / "rows.jsonl")
     model = make_model(loaded, folder)
     config = load_config([str(write_run(loaded, folder, model, folder / "rows.jsonl"))])
     try:

@@ -40,7 +40,7 @@ from benchmarks.async_vs_sync.settings import (
 )
 from benchmarks.async_vs_sync.steps import measure_steps, step_arms, write_rows
 from benchmarks.results import provenance, write_section
-from minirl.config import Config, ConfigError
+from minirl.config import Config, ConfigError, load_config
 from minirl.launch import run_command
 from minirl.run import open_run
 
@@ -91,8 +91,8 @@ def main() -> None:
         cases = settings.cases + (settings.full if arguments.full else [])
         out.mkdir(parents=True, exist_ok=True)
         model, rows = make_model(settings, out), out / "rows.jsonl"
-        write_rows(settings, rows)
         run = write_run(settings, out, model, rows)
+        write_rows(settings, load_config([str(run)]).rollout.n, rows)
     except ConfigError as error:
         parser.exit(2, f"minirl: {error}\n")
     run_command(

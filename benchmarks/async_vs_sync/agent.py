@@ -43,7 +43,7 @@ class WaitTool(BaseTool):
 
 
 class PlannedLoop(AgentLoopBase):
-    """Holds the conversation that a row's `extra_info.plan` describes (workload.Plan).
+    """Holds the conversation that a row's `extra_info.plans` has for the sample (workload.Plan).
 
     Turns have exactly the planned number of tokens, whatever the policy samples, and call the tool
     without writing so; all else is as in any agent loop.
@@ -53,7 +53,7 @@ class PlannedLoop(AgentLoopBase):
         """See AgentLoopBase."""
         async with self.tool_session(row) as tools:
             trajectory = await self.start(list(row["raw_prompt"]))
-            for turn in row["extra_info"]["plan"]["turns"]:
+            for turn in row["extra_info"]["plans"][row["sample_index"]]["turns"]:
                 await self._sample(trajectory, sampling_params, turn["response_tokens"])
                 if turn.get("tool_s") is not None:  # null is dropped from rows
                     answers = await tools.call(trajectory, [_call(turn)])

@@ -1,5 +1,6 @@
 """What a benchmark's YAML says: the engine, which workloads, how often."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -67,6 +68,10 @@ class WholeSteps:
     arms: list[str] = field(default_factory=lambda: list(STEP_ARMS))
     over_sample_rate: float = 0.25
     latency_scale: float = 1.0
+
+    def samples(self, n: int) -> int:
+        """The most that are begun of a prompt, each with lengths and latencies of its own."""
+        return math.ceil(n * (1 + self.over_sample_rate))
 
 
 @dataclass(kw_only=True)
@@ -209,7 +214,10 @@ def check_lengths(cases: Sequence[Case], settings: Settings, config: Config) -> 
     Lengths that are given as times are not known yet: an agent loop refuses them.
     """
     steps, seed = settings.steps, settings.seed
-    of_steps = [Case(workload=steps.workload, conversations=[steps.prompts])] if steps else []
+    of_steps = []
+    if steps:
+        most = steps.prompts * steps.samples(config.rollout.n)
+        of_steps.append(Case(workload=steps.workload, conversations=[most]))
     for case in [*cases, *of_steps]:
         workload = case.load()
         if workload.response_key == "response_s":

@@ -86,13 +86,16 @@ class StepsResult:
         return ratios(seconds, arm, "async")
 
 
-def write_rows(settings: Settings, path: Path) -> None:
-    """The run's dataset: one batch, so that every step has the same conversations to hold."""
+def write_rows(settings: Settings, n: int, path: Path) -> None:
+    """The run's dataset: one batch, so that every step has the same conversations to hold, for `n`
+    samples of a prompt and those that an arm begins on top."""
     steps = settings.steps or WholeSteps(prompts=1)
+    size = steps.samples(n)
     plans = load_workload(steps.workload).draw(
-        steps.prompts, settings.seed, latency_scale=steps.latency_scale
+        steps.prompts * size, settings.seed, latency_scale=steps.latency_scale
     )
-    rows = [plan.row(str(index), index) for index, plan in enumerate(plans)]
+    groups = [plans[start : start + size] for start in range(0, len(plans), size)]
+    rows = [first.row(str(i), i, others) for i, (first, *others) in enumerate(groups)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

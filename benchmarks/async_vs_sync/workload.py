@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -125,8 +125,9 @@ class Plan:
         turns = tuple(replace(turn, observation_tokens=n) for turn, n in observations)
         return replace(self, prompt_tokens=first, turns=turns)
 
-    def row(self, uid: str, salt: int) -> dict[str, Any]:
-        """As a row of a dataset. Prompts begin with `salt`, so that no prefix cache holds them."""
+    def row(self, uid: str, salt: int, others: Sequence["Plan"] = ()) -> dict[str, Any]:
+        """As a row of a dataset, whose further samples have the turns of `others`. Prompts begin
+        with `salt`, so that no prefix cache holds them."""
         text = f"{salt:06}".ljust(self.prompt_tokens, ".")[: self.prompt_tokens]
         return {
             "uid": uid,
@@ -134,7 +135,7 @@ class Plan:
             "data_source": "planned",
             "reward_model": {"style": "rule", "ground_truth": ""},
             "agent_name": AGENT,
-            "extra_info": {"plan": asdict(self)},
+            "extra_info": {"plans": [asdict(plan) for plan in (self, *others)]},
         }
 
 
