@@ -114,6 +114,41 @@ def test_every_core_counts_whatever_the_shell_says_of_threads(monkeypatch: Any) 
     assert given == threads.ARMS
 
 
+def test_the_demos_first_step_is_none_of_an_earlier_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics, now = tmp_path / "metrics.jsonl", [0.0]
+
+    def record(step: int, seconds: float) -> None:
+        with metrics.open("a") as file:
+            file.write(json.dumps({"step": step, "seconds": seconds, demo.SCORE: 0.5}) + "\n")
+
+    class Process:
+        """Resumes a run behind its second step, and records the third after 40 s."""
+
+        returncode = 0
+
+        def __init__(self, command: list[str]) -> None:
+            pass
+
+        def poll(self) -> int | None:
+            if now[0] == 40:
+                record(3, 72.0)
+            return None if now[0] < 60 else 0
+
+    def sleep(seconds: float) -> None:
+        now[0] += 10
+
+    for step in (0, 1, 2):
+        record(step, 30.0 + step)
+    monkeypatch.setattr(demo.subprocess, "Popen", Process)
+    monkeypatch.setattr(demo.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(demo.time, "sleep", sleep)
+    figures = demo.train(tmp_path, [])
+    assert figures["first_step_seconds"] == 50 and figures["train_seconds"] == 60
+    assert figures["num_steps"] == 3
+
+
 TESTS_FOR_A_GPU = """
 import os, pytest
 

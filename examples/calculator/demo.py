@@ -64,12 +64,12 @@ def train(run_dir: Path, arguments: list[str], ranks: int = 1) -> dict[str, Any]
     """Run `minirl.train` with `arguments`; its figures. Seconds count from the command's start."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += [f"--nproc-per-node={ranks}", "-m", "minirl.train", *arguments]
-    started, first_step_seconds = time.monotonic(), None
+    started, first_step_seconds, known = time.monotonic(), None, _recorded_steps(run_dir)
     process = subprocess.Popen(torchrun)
     try:
         while process.poll() is None:
             time.sleep(0.05)
-            if first_step_seconds is None and _last_step(run_dir) >= 1:
+            if first_step_seconds is None and _recorded_steps(run_dir) - known:
                 first_step_seconds = time.monotonic() - started
     except KeyboardInterrupt:  # the terminal told the command too: it ends by itself
         sys.exit(process.wait())
@@ -87,11 +87,13 @@ def train(run_dir: Path, arguments: list[str], ranks: int = 1) -> dict[str, Any]
     }
 
 
-def _last_step(run_dir: Path) -> int:
-    """The last recorded step; -1 before the first record."""
-    if not (run_dir / "metrics.jsonl").exists():
-        return -1
-    return max((row["step"] for row in read_metrics(run_dir)), default=-1)
+def _recorded_steps(run_dir: Path) -> set[tuple[int, float]]:
+    """With the time of each: one that a run repeats is another."""
+    try:
+        rows = read_metrics(run_dir)
+    except FileNotFoundError:
+        return set()
+    return {(row["step"], row["seconds"]) for row in rows if row["step"] >= 1}
 
 
 def _report(run_dir: Path, summary: dict[str, Any]) -> None:
