@@ -35,6 +35,7 @@ if __name__ == "__main__":
 def engine_alone(config: str) -> float:
     """Seconds until the engine has answered."""
     script = Path("build/startup_engine.py")
+    script.parent.mkdir(exist_ok=True)
     script.write_text(ENGINE)
     started = time.monotonic()
     process = subprocess.Popen(

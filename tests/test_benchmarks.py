@@ -20,6 +20,7 @@ from benchmarks import (
     rollout_driver,
     routing,
     scaling,
+    startup,
     threads,
     vs_trl,
     vs_trl_task,
@@ -147,6 +148,21 @@ def test_the_demos_first_step_is_none_of_an_earlier_run(
     figures = demo.train(tmp_path, [])
     assert figures["first_step_seconds"] == 50 and figures["train_seconds"] == 60
     assert figures["num_steps"] == 3
+
+
+def test_startup_can_write_elsewhere_than_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "elsewhere" / "startup.json"
+    (tmp_path / "python").write_text("#!/bin/sh\necho ready\n")
+    (tmp_path / "python").chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(startup.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(startup, "first_step", lambda config: 9e9)
+    monkeypatch.setattr("sys.argv", ["startup", "--repetitions=2", f"--out={out}"])
+    startup.main()
+    rows = json.loads(out.read_text())
+    assert rows["first step"] == [9e9] * 2 and all(s > 0 for s in rows["engine alone"])
 
 
 TESTS_FOR_A_GPU = """
