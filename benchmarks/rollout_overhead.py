@@ -113,6 +113,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - PARTS.keys():
         parser.error(f"no part {sorted(unknown)}; choose of {', '.join(PARTS)}")
+    if any(number < 8 or number % 8 for number in arguments.conversations):
+        parser.error(f"--conversations: got {arguments.conversations}; give multiples of 8")
     load, results, texts = start_load(), {}, list[str]()
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         for name in arguments.parts or PARTS:

@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     add_options(parser, "build/scaling.json")
     arguments = parser.parse_args()
-    if any(number % 8 for number in arguments.conversations):
+    if any(number < 8 or number % 8 for number in arguments.conversations):
         parser.error(f"--conversations: got {arguments.conversations}; give multiples of 8")
     load = start_load()
     results = run(arguments.conversations, arguments.workers, arguments.repetitions)
