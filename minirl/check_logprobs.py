@@ -16,10 +16,13 @@ from rich.table import Table
 from minirl import credit
 from minirl.agreement import agreement
 from minirl.config import Config
+from minirl.data import Row
 from minirl.launch import run_command
+from minirl.metrics import Metrics
 from minirl.rollout.manager import groups_for_training
 from minirl.run import Run, open_run
-from minirl.types import MicroBatch
+from minirl.scoring import score_with_model
+from minirl.types import MicroBatch, Trajectory
 
 NUM_CONVERSATIONS = 64
 
@@ -31,11 +34,14 @@ class DisagreementError(RuntimeError):
 async def check_logprobs(run: Run) -> None:
     """Sample, score, compare; rank 0 prints. Raises DisagreementError above the bound."""
     await run.sync(run.policy.weights, 0)
-    batch = None
+    batch, prompts, trajectories = None, list[Row](), list[Trajectory]()
     if run.inputs and run.manager:
         count = max(1, NUM_CONVERSATIONS // run.config.rollout.n)
         prompts = [{**row, "uid": str(i)} for i, row in enumerate(run.inputs.val_rows[:count])]
         trajectories = await run.manager.generate_sequences(prompts, step=0)
+    # groups are of those that have a reward
+    await score_with_model(run, trajectories, Metrics(), engines_go_on=False)
+    if run.manager:
         await run.manager.sleep(level=2)
         groups = groups_for_training(prompts, trajectories, drop_failed_groups=False)
         batch = credit.pack_groups(groups, run.config)

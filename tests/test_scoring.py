@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import socket
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from scripted_run import SeededEngine, make_config, make_project, scripted_run
 from transformers import AutoModelForSequenceClassification
 
+from minirl.check_logprobs import check_logprobs
 from minirl.config import Config, ConfigError, load_config
 from minirl.evaluate import evaluate
 from minirl.inputs import read_inputs
@@ -129,6 +131,19 @@ async def test_beside_a_rule_and_under_every_reader(project: Path) -> None:
     assert report["val-core/calculator/reward/mean@1"] == pytest.approx(
         fmean(rules) + 0.5 * fmean(scores_of(project, answers)), abs=1e-5
     )
+
+
+async def test_engine_and_trainer_can_be_compared_without_a_rule(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = with_model(
+        project, "compared", "reward.reward_model.combine=only", "rollout.name=transformers",
+        f"data.val_files=[{project}/unknown.jsonl]", "rollout.response_length=6",
+        "rollout.sync_check={max_logprob_diff: 1e-4, probe_length: 4}",
+    )  # fmt: skip
+    async with scripted_run(config, training=False) as run:
+        await check_logprobs(run)
+    assert re.search(r"all +│ \d\d+ +│ \d\.\d+e-0[6-9]", capsys.readouterr().out)
 
 
 async def test_the_filter_compares_what_the_model_says(project: Path) -> None:
