@@ -93,6 +93,7 @@ class Conversation:
         """
         if is_retry and digest in self._answers:
             return self._answers[digest]
+        self._answers.pop(digest, None)  # of a request that said the same: not what a retry lacks
         if self._is_closed:
             raise _has_ended()
         task = asyncio.create_task(self._answer(request))

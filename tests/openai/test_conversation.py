@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -395,6 +396,28 @@ async def test_a_retry_gets_the_answer_that_was_lost() -> None:
         changed = await talk.ask([ASK], max_tokens=99, extra_headers=retry)
         assert changed.choices[0].message.content == "three"
         assert len(talk.finish()) == 3
+
+
+async def test_a_retry_does_not_get_the_answer_to_an_earlier_request() -> None:
+    """Of an agent that wants several answers to one question, and asks for each by itself."""
+    asked, calls = asyncio.Event(), count()
+
+    async def reply(*_: Any) -> str:
+        if (number := next(calls)) == 1:
+            asked.set()
+            await asyncio.Event().wait()
+        return f"answer {number}"
+
+    async with talking(reply) as talk:
+        assert (await talk.ask([ASK])).choices[0].message.content == "answer 0"
+        request = asyncio.create_task(talk.ask([ASK]))
+        async with asyncio.timeout(120):
+            await asked.wait()
+        request.cancel()  # as by the client's time limit
+        await asyncio.wait([request])
+        retried = await talk.ask([ASK], extra_headers={"x-stainless-retry-count": "1"})
+        assert retried.choices[0].message.content == "answer 2"
+        assert len(talk.finish()) == 2
 
 
 async def test_an_agent_that_asks_nothing() -> None:
