@@ -64,8 +64,7 @@ def cut_at(stops: Sequence[str], output: TokenOutput, chat: ChatBuilder) -> tupl
     tokens that stay are those that it would have sampled had it stopped there.
     """
     text = chat.decode(output.token_ids)
-    found = [place for stop in stops if (place := text.find(stop)) >= 0]
-    if not found:
+    if not any(stop in text for stop in stops):
         return output, text
 
     def is_complete(length: int) -> bool:
@@ -77,7 +76,8 @@ def cut_at(stops: Sequence[str], output: TokenOutput, chat: ChatBuilder) -> tupl
     cut = msgspec.structs.replace(
         output, token_ids=token_ids, logprobs=logprobs, finish_reason="stop"
     )
-    return cut, text[: min(found)]
+    text = chat.decode(token_ids)
+    return cut, text[: min(place for stop in stops if (place := text.find(stop)) >= 0)]
 
 
 def read_turn(text: str, parser: ToolParser, schemas: Schemas) -> tuple[str, list[tuple[str, str]]]:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from openai import AsyncOpenAI, OpenAI, OpenAIError
-from talks import ADD, ASK, HTTP, TOKENIZER, Talk, call, refused, talking, text
+from talks import ADD, ASK, HTTP, TOKENIZER, Talk, call, refused, sampled, talking, text
 
 CALLS = f"I add.\n{call('add', a=1)}\n{call('add', a=2)}"
 
@@ -91,6 +91,15 @@ async def test_log_probabilities_are_those_that_train() -> None:
     assert [c.logprob for c in content] == trajectory.response_logprobs[:-1]  # but <|im_end|>
     assert [c.token for c in content][:2] == ["g", "r"] and content[0].bytes == [ord("g")]
     assert content[2].bytes is None  # half of a character
+
+
+async def test_the_stop_that_is_there_first_cuts() -> None:
+    """Not one that begins before it and would be complete behind it, had the engine gone on."""
+    async with talking(["xabcdefgh"]) as talk:
+        completion = await talk.ask([ASK], stop=["abcdef", "c"])
+        assert completion.choices[0].message.content == "xab"
+        [trajectory] = talk.finish()
+    assert sampled(trajectory) == "xabc"
 
 
 async def test_usage_and_shape() -> None:
