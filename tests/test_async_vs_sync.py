@@ -440,6 +440,13 @@ CASES = [{"workload": "search", "conversations": [8]}]
             {"cases": [{"workload": "search", "conversations": [8, 9], "modes": ["serial"]}]},
             "modes: got ['serial']; nothing is run with 9 conversations",
         ),
+        ([], "mine.yaml: Cannot merge"),
+        (3, "mine.yaml: Invalid loaded object type: int"),
+        ({"cases": CASES, "seed": -1}, "seed: got -1; 0 or more"),
+        (
+            {"cases": CASES, "steps": {"over_sample_rate": -0.5}},
+            "over_sample_rate: got -0.5; 0 or more",
+        ),
         (
             {"cases": CASES, "steps": {"workload": "textbook"}},
             "response_s: got 0.1; give response_tokens",
@@ -447,9 +454,26 @@ CASES = [{"workload": "search", "conversations": [8]}]
     ],
 )
 def test_wrong_settings_are_refused(tmp_path: Path, change: Any, words: str) -> None:
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"model": {}, "run": {}} | change))
+    given = {"model": {}, "run": {}} | change if isinstance(change, dict) else change
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(given))
     with pytest.raises(ConfigError, match=re.escape(words)):
         load_settings(tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"shape": "debug", "dtype": "float"}, "model.dtype: got 'float'; one of float32, bf"),
+        ({"shape": "debug", "hidden_size": 64}, "model: got ['hidden_size']; shape says it all"),
+    ],
+)
+def test_a_model_that_cannot_be_made_is_refused(
+    tmp_path: Path, model: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where random models are kept
+    loaded = replace(load_settings(FOLDER / "cpu.yaml"), model=model)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        make_model(loaded, tmp_path)
 
 
 def test_a_workload_with_a_wrong_key_is_refused(tmp_path: Path) -> None:

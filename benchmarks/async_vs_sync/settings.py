@@ -21,6 +21,7 @@ FOLDER = Path(__file__).parent
 MODES_IN_TURN = ["serial", "sync", "async"]
 STEP_ARMS = [*MODES_IN_TURN, "over_sampled", "in_tail"]
 """Of whole steps: the modes, and async with rollout.over_sample_rate or actor.logprobs_in_tail."""
+DTYPES = ("float32", "bfloat16")
 TEMPLATE_TOKENS = 48
 """Per turn, more than the chat template and a tool's error message add to what is planned."""
 
@@ -102,14 +103,16 @@ def load_settings(path: Path) -> Settings:
         settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), loaded))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; say one of {_shipped(FOLDER)}") from None
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, TypeError) as error:  # no mapping, too
         problem = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{path}: {getattr(error, 'full_key', None) or ''}: {problem}") from error
+        key = getattr(error, "full_key", None)
+        raise ConfigError(f"{path}: {f'{key}: ' if key else ''}{problem}") from error
     assert isinstance(settings, Settings)
     for counted in (settings, *settings.cases, *settings.full):
         number = counted.repetitions
         require(number is None or number > 0, f"{path}: repetitions", number, "at least 1")
     require(bool(settings.cases), f"{path}: cases", [], "name a workload and conversations")
+    require(settings.seed >= 0, f"{path}: seed", settings.seed, "0 or more")
     for case in [*settings.cases, *settings.full, *([settings.steps] if settings.steps else [])]:
         _check_case(case, str(path))
     return settings
@@ -131,6 +134,8 @@ def _check_case(case: Case | WholeSteps, place: str) -> None:
         require(bool(case.modes_for(number)), f"{key}: modes", given, words)
     workload = load_workload(case.workload) if isinstance(case, WholeSteps) else case.load()
     if isinstance(case, WholeSteps):
+        rate = case.over_sample_rate
+        require(rate >= 0, f"{key}: over_sample_rate", rate, "0 or more")
         is_tokens = workload.response_key == "response_tokens"
         require(is_tokens, f"{key}: response_s", workload.response_s, "give response_tokens")
 
@@ -198,8 +203,11 @@ def make_model(settings: Settings, folder: Path) -> Path:
     options = dict(settings.model)
     if shape := options.pop("shape", None):
         require(shape in SHAPES, "model.shape", shape, f"one of {', '.join(SHAPES)}")
+        dtype = options.pop("dtype", "float32")
+        require(dtype in DTYPES, "model.dtype", dtype, f"one of {', '.join(DTYPES)}")
+        require(not options, "model", list(options), "shape says it all; beside it dtype only")
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = random_model(shape, device, getattr(torch, options.pop("dtype", "float32")))
+        model = random_model(shape, device, getattr(torch, dtype))
         byte_tokenizer().save_pretrained(model)
         return model.resolve()
     known = option_names(tiny_model)
