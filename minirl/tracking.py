@@ -166,13 +166,17 @@ class JsonlTracker:
 
 @TRACKERS.register("tensorboard")
 class TensorBoardTracker:
-    """Event files in `<run_dir>/tensorboard`; the x axis is the step."""
+    """Event files in `<run_dir>/tensorboard`; the x axis is the step. A new run keeps those of an
+    old one in `tensorboard.1`, since TensorBoard draws all of a folder as one curve."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
+        folder = run_dir / "tensorboard"
+        if resumed_at is None and folder.exists():
+            folder.rename(free_name(folder))
         purge_step = None if resumed_at is None else resumed_at + 1
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
         self._writer.add_text(
             "config", f"```json\n{json.dumps(config, indent=2, default=str)}\n```"
         )

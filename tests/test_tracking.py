@@ -96,6 +96,14 @@ def test_a_step_is_logged_once(tmp_path) -> None:
         tracking.log(5, {})
 
 
+def test_tensorboard_holds_no_step_of_an_earlier_run(tmp_path) -> None:
+    log_steps(tmp_path, range(1, 5), ["tensorboard"])
+    log_steps(tmp_path, range(1, 3), ["tensorboard"])
+    for name, last in (("tensorboard", 2), ("tensorboard.1", 4)):
+        events = EventAccumulator(str(tmp_path / name)).Reload()
+        assert [event.step for event in events.Scalars("loss")] == list(range(1, last + 1))
+
+
 def test_tensorboard_holds_each_step_once_after_a_resumption(tmp_path) -> None:
     log_steps(tmp_path, range(1, 5), ["tensorboard"])
     log_steps(tmp_path, [3, 4], ["tensorboard"], resumed_at=2)
