@@ -83,7 +83,7 @@ class TraceWriter:
         return len(list(self._find(tags)))  # MLflow logs what fails, and does not raise it
 
     def _find(self, tags: Mapping[str, str]) -> Iterator[str]:
-        query = " AND ".join(f"tags.{name} = '{value}'" for name, value in tags.items())
+        query = " AND ".join(f"tags.{name} = {_quoted(value)}" for name, value in tags.items())
         page, token = None, None
         while page is None or token:
             page = self._client.search_traces(
@@ -148,6 +148,11 @@ def spans(row: Row) -> Iterator[tuple[str, str, Row, Any, Any, bool]]:
             outcome |= row["reward_breakdown"]
         is_ok = reward["value"] is not None
         yield f"reward {reward['name']}", "EVALUATOR", reward, None, outcome, is_ok
+
+
+def _quoted(value: str) -> str:
+    """For MLflow's queries, which know both quotes and no way to write one inside its like."""
+    return f'"{value}"' if "'" in value else f"'{value}'"
 
 
 def _attributes(row: Row, *names: str) -> dict[str, Any]:

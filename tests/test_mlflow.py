@@ -17,6 +17,8 @@ from minirl.tracking import Tracking
 from minirl.types import RewardRecord, TokenOutput, ToolCallRecord, Trajectory
 
 missing = [p for p in ("mlflow", "alembic", "sqlalchemy") if not importlib.util.find_spec(p)]
+NAME = "bob's"
+"""Of the run. What tells its traces apart is in MLflow's queries, which have quotes."""
 needs_mlflow = pytest.mark.skipif(bool(missing), reason="needs pip install 'minirl[mlflow]'")
 
 
@@ -29,7 +31,7 @@ def quiet() -> Any:
 
 def make_config(folder: Path, *overrides: str) -> Config:
     return load_config(
-        ["model.path=m", f"trainer.default_local_dir={folder}", "trainer.experiment_name=exp",
+        ["model.path=m", f"trainer.default_local_dir={folder}", f"trainer.experiment_name={NAME}",
          "rollout.trace.mlflow={}", *overrides]
     )  # fmt: skip
 
@@ -107,7 +109,7 @@ def client_of(config: Config) -> Any:
 
 def traces_of(config: Config) -> list[Any]:
     client = client_of(config)
-    experiment = client.get_experiment_by_name("exp")
+    experiment = client.get_experiment_by_name(NAME)
     found = client.search_traces(locations=[experiment.experiment_id], include_spans=True)
     for trace in found:
         trace.data.spans.sort(key=lambda span: span.start_time_ns)
@@ -118,14 +120,14 @@ def traces_of(config: Config) -> list[Any]:
 def test_metrics_of_a_resumed_run_are_one_run(store: Any) -> None:
     config, _, _ = store
     client = client_of(config)
-    [experiment] = [e for e in client.search_experiments() if e.name == "exp"]
+    [experiment] = [e for e in client.search_experiments() if e.name == NAME]
     [run] = client.search_runs([experiment.experiment_id])
-    assert (run.info.run_name, run.info.status) == ("exp", "FINISHED")
+    assert (run.info.run_name, run.info.status) == (NAME, "FINISHED")
     history = client.get_metric_history(run.info.run_id, "critic/score/mean")
     assert {(m.step, m.value) for m in history} == {(1, 0.25), (2, 0.5), (3, 0.75)}
     assert "acc/mean_at_8" in run.data.metrics
     file = client.download_artifacts(run.info.run_id, "config.json")
-    assert json.loads(Path(file).read_text())["trainer"]["experiment_name"] == "exp"
+    assert json.loads(Path(file).read_text())["trainer"]["experiment_name"] == NAME
 
 
 @needs_mlflow
