@@ -123,13 +123,13 @@ class TurnBarrier(Pace):
     def _start_if_complete(self) -> None:
         if self._round and len({turn.request_id for turn in self._round}) >= self._num_running:
             turns, self._round = self._round, []
-            task = asyncio.create_task(self._generate_all(turns))
+            for turn in turns:  # at once: what left the round has a task to cancel
+                turn.task = asyncio.create_task(turn.call(), context=turn.context)
+            task = asyncio.create_task(self._hand_out(turns))
             self._rounds.add(task)
             task.add_done_callback(self._rounds.discard)
 
-    async def _generate_all(self, turns: list[Waiting]) -> None:
-        for turn in turns:
-            turn.task = asyncio.create_task(turn.call(), context=turn.context)
+    async def _hand_out(self, turns: list[Waiting]) -> None:
         tasks = [turn.task for turn in turns if turn.task]
         await asyncio.wait(tasks)
         for turn, task in zip(turns, tasks, strict=True):

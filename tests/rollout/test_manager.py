@@ -429,6 +429,40 @@ async def test_over_sampling_keeps_the_first_of_each_prompt_and_aborts_the_other
         assert rollout.manager.metrics["rollout/num_aborted"] == 0
 
 
+GATE = asyncio.Event()
+
+
+async def behind_the_gate(*_: Any) -> float:
+    """A reward."""
+    await GATE.wait()
+    return 1.0
+
+
+async def test_what_is_aborted_at_a_barrier_is_not_sampled(open_rollout: Opener) -> None:
+    """Of two prompts the first samples end at once, the others wait for them in the next turn."""
+
+    def reply(request_id: str, turn: int, prompt_ids: list[int]) -> Any:
+        if turn:
+            return asyncio.sleep(3600, "")
+        begun[question(prompt_ids)] += 1
+        return "#### 0" if begun[question(prompt_ids)] == 1 else CALL
+
+    begun, rows = Counter[str](), prompts(2, agent_name="tool_agent")
+    settings = [
+        "rollout={mode: sync, over_sample_rate: 1}",
+        "reward.custom_reward_function={path: test_manager, name: behind_the_gate}",
+    ]
+    async with open_rollout(reply, *settings, tools=[CalculatorTool({})]) as rollout:
+        rolling = asyncio.create_task(rollout.manager.generate_sequences(rows, step=1))
+        async with asyncio.timeout(120):
+            while "2 for the other conversations" not in WAITS.report(0):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            GATE.set()
+            assert [t.uid for t in await rolling] == ["0-0", "0-1"]
+        await rollout.client.stats()  # behind the aborts
+        assert rollout.engine.num_running == len(rollout.engine.aborted)
+
+
 async def test_a_sample_more_makes_up_for_one_that_failed(open_rollout: Opener) -> None:
     rows = failing({"1": 9}, {"0": 9, "1": 9})
     async with open_rollout(right, "rollout.n=2", "rollout.over_sample_rate=0.1") as rollout:
