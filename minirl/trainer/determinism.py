@@ -68,7 +68,8 @@ def parameter_hash(models: Iterable[PackedModel], world: Dist) -> str | None:
         for bucket in WeightBuckets(packed.model, BUCKET_BYTES, torch.float32, packed.on_device):
             for name, tensor in bucket if world.is_main else []:
                 digest.update(name.encode())
-                digest.update(tensor.cpu().contiguous().numpy().data)
+                # A copy: a storage that numpy has seen cannot be resized, as actor.offload does.
+                digest.update(tensor.to("cpu", copy=True).contiguous().numpy().data)
     return digest.hexdigest() if world.is_main else None
 
 

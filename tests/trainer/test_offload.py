@@ -7,6 +7,7 @@ import torch
 from trainer_helpers import alone, make_batch, make_config, save_model
 
 from minirl.config import OptimConfig, RefConfig
+from minirl.trainer.determinism import parameter_hash
 from minirl.trainer.offload import optimizer_state, weights
 from minirl.trainer.policy import PolicyTrainer, ReferencePolicy
 
@@ -32,6 +33,17 @@ def work(trainer):
         sent = {name: t.clone() for bucket in trainer.weights for name, t in bucket}
         results.append((batch.old_logprobs, sent, torch.tensor(trainer.score([5, 6, 7]))))
     return resting, results
+
+
+def test_weights_that_were_hashed_go_away_all_the_same(folder):
+    hashes = set()
+    for offload in ("none", "all"):
+        config = make_config(folder, offload=offload)
+        with alone(config) as world:
+            trainer = PolicyTrainer(config, world)
+            hashes |= {parameter_hash([trainer], world) for _ in range(2)}
+            assert (held(weights(trainer.model)) == 0) == (offload == "all")
+    assert len(hashes) == 1
 
 
 def test_updates_are_the_same_bit_by_bit(folder, tmp_path):
