@@ -72,7 +72,7 @@ def _token_baseline(
     baseline = groups.spread(groups.sum(rewards_to_go * weight) / (groups.sum(weight) + 1e-8))
     alone = (group_size(groups, mask.dtype) == 1)[:, None]
     baseline = torch.where(alone, rewards_to_go, baseline)
-    if zero_tail:
+    if zero_tail and mask.any():  # else there may be no position at all
         positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
         ends = (mask * positions).amax(1)  # [B], length up to the last sampled token
         longest = groups.spread(groups.max(ends))

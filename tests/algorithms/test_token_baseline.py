@@ -74,3 +74,10 @@ def test_a_tie_in_length_leaves_no_tail():
     with_tail, _ = compute_advantages("optimal_token_baseline", inputs)
     without, _ = compute_advantages("optimal_token_baseline", inputs, handle_zero_tail=False)
     assert torch.equal(with_tail, without)
+
+
+@pytest.mark.parametrize("length", [0, 4])
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_a_step_in_which_nothing_trains(name, length):
+    for result in compute_advantages(name, inputs_of(torch.zeros(3, length, dtype=F64), [0, 0, 1])):
+        assert torch.equal(result, torch.zeros(3, length, dtype=F64))
