@@ -17,7 +17,7 @@ from minirl.metrics import Metrics, timer, trajectory_metrics
 from minirl.progress import Progress, Record
 from minirl.ranks import RANKS
 from minirl.records import Records
-from minirl.rollout.manager import groups_for_training, varied_groups
+from minirl.rollout.manager import REDUCED, groups_for_training, varied_groups
 from minirl.run import Run
 from minirl.scoring import score_with_model
 from minirl.trainer import packing
@@ -313,7 +313,8 @@ class Steps:
         )
         await self._score(trajectories)
         self.trajectories += trajectories
-        self._metrics.update(self._run.manager.metrics, reduce="mean")
+        for name, value in self._run.manager.metrics.items():
+            self._metrics.add(name, value, reduce=REDUCED.get(name, "sum"))
         groups = groups_for_training(
             prompts,
             trajectories,

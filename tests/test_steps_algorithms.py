@@ -20,6 +20,7 @@ from minirl.chat import ChatBuilder
 from minirl.config import ConfigError, load_config
 from minirl.hints import with_hint
 from minirl.launch import SOCKETS, _first_cause
+from minirl.rollout import manager
 from minirl.steps import BadStepsError
 from minirl.testing import byte_tokenizer, tiny_model
 from minirl.tracking import read_metrics
@@ -288,7 +289,9 @@ async def test_a_resumed_run_goes_on_as_if_nothing_had_happened(project: Path) -
 async def test_filtered_groups_are_replaced_by_new_prompts(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = spy_on_estimate(monkeypatch)
+    seen, lags = spy_on_estimate(monkeypatch), iter(range(100))
+    measure = manager._rollout_metrics
+    monkeypatch.setattr(manager, "_rollout_metrics", lambda *a: measure(*a[:2], next(lags)))
     options = ("reward.custom_reward_function.name=right_or_wrong", "trainer.save_freq=3")
     rows = await train(project, "filtered", "algorithm.filter_groups={}", *options)
     for _, groups, _ in seen:
@@ -296,6 +299,10 @@ async def test_filtered_groups_are_replaced_by_new_prompts(
         assert all(len({t.reward for t in group.trajectories}) == 2 for group in groups)
     drawn = [int(row["training/num_gen_batches"]) for row in rows]
     assert max(drawn) > 1
+    requests = [row["rollout/requests/server_0"] for row in rows]
+    assert requests == [2 * 3 * number for number in drawn]
+    last = [row["rollout/loop_lag_max_s"] for row in rows]  # of each step, which is its longest
+    assert last == [sum(drawn[: step + 1]) - 1 for step in range(3)]
     meta = project / "runs" / "filtered" / "checkpoints" / "step_000003" / "meta.json"
     position = json.loads(meta.read_text())["extra"]["data"]
     assert position["epoch"] * 12 + position["batch"] == sum(drawn)

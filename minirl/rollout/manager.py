@@ -14,10 +14,19 @@ from typing import Any
 from minirl.agent_loop import derive_seed
 from minirl.config import Config, RolloutConfig, SamplingConfig
 from minirl.journal import Journal
+from minirl.metrics import Reduce
 from minirl.rewards import reward_number
 from minirl.rollout.server import ServerClient, engine_answers
 from minirl.rollout.worker import SampleRequest, Workers, WorkerStats, loop_lag
 from minirl.types import GREEDY, Group, Termination, Trajectory, conversations
+
+REDUCED: dict[str, Reduce] = {
+    "rollout/tokens_per_s": "mean",
+    "rollout/prefix_cache_hit_rate": "mean",
+    "rollout/engine_busy_fraction": "mean",
+    "rollout/loop_lag_max_s": "max",
+}
+"""How metrics of several rollouts become those of one step; those that are not named, by `sum`."""
 
 BEGIN_TOGETHER = 16
 """Conversations. With fewer, each request costs more on its way, which many share."""
