@@ -98,8 +98,8 @@ class FixedKL:
         """Take note of the step's mean KL: nothing changes."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a checkpoint must hold."""
-        return {"value": self.value}
+        """Return what a checkpoint must hold: nothing, the coefficient is the config's."""
+        return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on from a checkpoint: with the coefficient that the config has now."""
@@ -129,6 +129,10 @@ class AdaptiveKL(FixedKL):
         error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
 
+    def state_dict(self) -> dict[str, float]:
+        """Return what a checkpoint must hold."""
+        return {"value": self.value}
+
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint."""
-        self.value = state["value"]
+        """Go on from a checkpoint; from that of a fixed coefficient, as at the start."""
+        self.value = state.get("value", self.value)

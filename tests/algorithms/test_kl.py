@@ -87,6 +87,15 @@ def test_fixed_controller():
     assert controller.value == 0.3
 
 
+def test_a_controller_of_another_type_begins_with_its_own_coefficient():
+    """The type was changed before the run was resumed."""
+    fixed, adaptive = FixedKL(kl_coef=0.0), AdaptiveKL(kl_coef=0.5)
+    states = fixed.state_dict(), adaptive.state_dict()
+    adaptive.load_state_dict(states[0])
+    fixed.load_state_dict(states[1])
+    assert (fixed.value, adaptive.value) == (0.0, 0.5)
+
+
 def test_adaptive_controller():
     controller = KL_CONTROLLERS.build(
         "adaptive", {"kl_coef": 0.1, "target_kl": 2.0, "horizon": 100}
