@@ -493,8 +493,8 @@ def test_a_conversation_that_is_too_long_is_told_before_an_engine_starts() -> No
 @pytest.mark.parametrize("given", [{}, {"seed": 5}])
 async def test_a_conversation_has_seeds_where_the_run_gives_them(given: dict[str, int]) -> None:
     server = ScriptedServer(byte_tokenizer(), ["abcdef"])
-    row = {"raw_prompt": [{"role": "user", "content": "x"}], "uid": "u"}
-    row["extra_info"] = {"plan": {"turns": [{"response_tokens": 3}]}}
+    row = {"raw_prompt": [{"role": "user", "content": "x"}], "uid": "u", "sample_index": 0}
+    row["extra_info"] = {"plans": [{"turns": [{"response_tokens": 3}]}]}
     [trajectory] = await run_agent_loop(PlannedLoop(make_context(server)), given, row)
     assert trajectory.error is None and len(trajectory.response_ids) == 3
     assert [r.sampling_params.keys() & {"seed"} for r in server.requests] == [given.keys()]
