@@ -273,17 +273,16 @@ class VLLMServer(AsyncServerBase):
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables for the children that are started inside."""
-    before = {name: os.environ.get(name) for name in variables}
+    """Set variables for the children that are started inside. vLLM sets some too, of which others'
+    children must not learn: libraries to preload, another LOCAL_WORLD_SIZE."""
+    before = dict(os.environ)
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _log_to_file(name: str, path: Path) -> None:

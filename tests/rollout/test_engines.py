@@ -1,6 +1,7 @@
 """Each engine beside the real trainer: sampling, the service, weight sync and its proof."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -19,7 +20,7 @@ from torch.distributed import rendezvous
 from minirl.config import load_config
 from minirl.credit import correct_mismatch
 from minirl.rollout.server import EngineLostError, RequestRefusedError
-from minirl.rollout.vllm_server import VLLMServer
+from minirl.rollout.vllm_server import VLLMServer, _environment
 from minirl.rollout.weight_sync import SyncError, WeightSync
 from minirl.run import _watch
 from minirl.testing import tiny_model
@@ -62,6 +63,15 @@ async def pair(request: Any, tmp_path_factory: Any) -> AsyncIterator[Pair]:
     ]
     async with open_pair(folder, model, *settings) as pair:
         yield pair
+
+
+def test_what_vllm_sets_for_its_children_is_for_them_only(monkeypatch: Any) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    before = dict(os.environ)
+    with _environment({"OMP_NUM_THREADS": "7"}):
+        assert os.environ["OMP_NUM_THREADS"] == "7"
+        os.environ |= {"LD_PRELOAD": "libgomp.so", "LOCAL_WORLD_SIZE": "1"}  # vLLM on a CPU does
+    assert dict(os.environ) == before
 
 
 def test_a_gpu_needs_no_flashinfer(tmp_path: Path, monkeypatch: Any) -> None:
