@@ -420,6 +420,17 @@ def test_only_what_has_several_sizes_grows() -> None:
     assert figures.grown([cases[0], cases[0]]) == []
 
 
+def test_the_bar_of_a_mode_is_as_long_as_its_time() -> None:
+    idle = dict.fromkeys(CAUSES, 0.0)
+    runs = [
+        {"seconds": 2.0, "generating_s": 2.0 - tail, "idle_s": idle | {"tail": tail}}
+        for tail in (0.0, 0.5, 0.6)
+    ]
+    runs[1] = runs[1] | {"generating_s": 0.5, "idle_s": idle | {"tail": 0.5, "tools": 1.0}}
+    bars = figures.spent([("async", runs)], "rollouts").axes[0].patches
+    assert sum(bar.get_width() for bar in bars if bar.get_height()) == pytest.approx(1)
+
+
 CASES = [{"workload": "search", "conversations": [8]}]
 
 

@@ -1,7 +1,7 @@
 """The pictures: timelines, where the time went, growth with the number of conversations."""
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -98,14 +98,15 @@ def _evenly(values: Sequence[Any], number: int) -> list[Any]:
 
 
 def spent(bars: Sequence[tuple[str, list[dict[str, Any]]]], title: str) -> Figure:
-    """Stacked bars: of each labelled list of figures, the median seconds of every cause."""
+    """Stacked bars: of each labelled list of figures, the mean share of every cause: these
+    add up, as medians would not."""
     figure = Figure(figsize=(9, 1.3 + 0.32 * len(bars)), dpi=150, layout="constrained")
     ax = figure.subplots()
     for row, (_, figures) in enumerate(bars):
         whole = median(f["seconds"] for f in figures)
         left = 0.0
         for cause in (WORKING, *CAUSES):
-            share = median(_seconds_of(f, cause) / f["seconds"] for f in figures)
+            share = fmean(_seconds_of(f, cause) / f["seconds"] for f in figures)
             ax.barh(row, share, left=left, color=COLORS[cause], height=0.75)
             left += share
         ax.text(1.01, row, f"{whole:.2f} s", va="center", fontsize=8)
