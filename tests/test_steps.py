@@ -1,6 +1,8 @@
 import asyncio
 import json
 from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +19,7 @@ from minirl.tracking import read_metrics
 from minirl.train import train
 from minirl.trainer import checkpoint_folder
 from minirl.trainer.checkpoint import CheckpointError
-from minirl.types import TokenOutput, Trajectory
+from minirl.types import MicroBatch, TokenOutput, Trajectory
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -231,6 +233,16 @@ async def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(project: Path) -> 
     assert step_4[0] == step_4[1]  # the second epoch, in an order of its own
 
 
+@asynccontextmanager
+async def first_batch(config: Config) -> AsyncIterator[tuple[Steps, MicroBatch]]:
+    """Of the run's first step, from a scripted engine."""
+    async with scripted_run(config) as run:
+        with Steps(run) as steps:
+            await steps.start()
+            assert next(iter(steps)) == steps.number == 1
+            yield steps, await steps.assemble(await steps.generate())
+
+
 @pytest.mark.parametrize("on_failure", ["mask", "drop_group"])
 async def test_what_failed_is_in_no_batch(project: Path, tmp_path: Path, on_failure: str) -> None:
     reward = tmp_path / "reward.py"
@@ -240,12 +252,8 @@ async def test_what_failed_is_in_no_batch(project: Path, tmp_path: Path, on_fail
         project, f"failed_{on_failure}", "rollout.n=4", f"rollout.on_failure={on_failure}",
         f"reward.custom_reward_function.path={reward}", "data.shuffle=false",
     )  # fmt: skip
-    async with scripted_run(config) as run:
-        with Steps(run) as steps:
-            await steps.start()
-            assert next(iter(steps)) == steps.number == 1
-            batch = await steps.assemble(await steps.generate())
-            trajectories = steps.trajectories
+    async with first_batch(config) as (steps, batch):
+        trajectories = steps.trajectories
     good = [[t for t in trajectories[i : i + 4] if t.error is None] for i in (0, 4, 8, 12)]
     sizes = [len(group) for group in good]
     assert 0 < sizes[0] < 4 and sizes[2:] == [4, 4]  # of the first prompt some failed, not all
@@ -268,13 +276,9 @@ async def test_a_failure_in_every_group_leaves_nothing_of_what_was_scored_in_the
         "actor.logprobs_in_tail=true", "rollout={on_failure: drop_group, max_failure_fraction: 1}",
         f"reward.custom_reward_function.path={reward}",
     )  # fmt: skip
-    async with scripted_run(config) as run:
-        with Steps(run) as steps:
-            await steps.start()
-            next(iter(steps))
-            batch = await steps.assemble(await steps.generate())
-            logprobs, _ = await steps.compute_logprobs(batch)
-            errors = {t.error is None for t in steps.trajectories}
+    async with first_batch(config) as (steps, batch):
+        logprobs, _ = await steps.compute_logprobs(batch)
+        errors = {t.error is None for t in steps.trajectories}
     assert errors == {True, False}
     assert batch.num_sequences == logprobs.numel() == 0
 
@@ -284,12 +288,8 @@ async def test_masked_terminations_keep_their_place_but_do_not_train(project: Pa
         project, "masked", "rollout.response_length=7", "data.max_prompt_length=200",
         "rollout.mask_terminations=[response_length]",
     )  # fmt: skip
-    async with scripted_run(config) as run:
-        with Steps(run) as steps:
-            await steps.start()
-            next(iter(steps))
-            batch = await steps.assemble(await steps.generate())
-            trajectories = steps.trajectories
+    async with first_batch(config) as (steps, batch):
+        trajectories = steps.trajectories
     lengths = [sum(t.response_mask) for t in trajectories]
     whole = [t.termination == "stop" for t in trajectories]
     assert True in whole and False in whole  # `#### 7` and its end fit, `#### 10` does not
