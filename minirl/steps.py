@@ -20,6 +20,7 @@ from minirl.records import Records
 from minirl.rollout.manager import REDUCED, groups_for_training, varied_groups
 from minirl.run import Run
 from minirl.scoring import score_with_model
+from minirl.tail import TailLogprobs
 from minirl.trainer import packing
 from minirl.trainer.performance import PeakMemory, step_performance
 from minirl.trainer.update import TrainedModel
@@ -48,8 +49,7 @@ class Steps:
         self._needs = credit.estimator_needs(run.config.algorithm)
         self.needs_old_logprobs = credit.needs_old_logprobs(run.config)
         """If not, `update_actor` has them without a pass of their own."""
-        self._in_tail: dict[int, Tensor] = {}
-        """By id of a trajectory of this step, on rank 0: log-probabilities that are known."""
+        self._tail = TailLogprobs(run) if run.config.actor.logprobs_in_tail else None
         self._metrics = Metrics()
         self._stack = ExitStack()
         self._records: Records | None = None
@@ -98,7 +98,8 @@ class Steps:
             self._groups: list[Group] = []
             self.trajectories = []
             self._bad_sequences: set[int] = set()
-            self._in_tail.clear()
+            if self._tail:
+                self._tail.clear()
             yield self.number
 
     @contextmanager
@@ -130,8 +131,10 @@ class Steps:
     async def assemble(self, groups: list[Group]) -> MicroBatch:
         """The trajectories that train, by group, packed and on every rank."""
         batch = credit.pack_groups(groups, self._config) if self._run.inputs else None
-        if batch and groups and self._in_tail:
-            batch.old_logprobs = self._known_logprobs(groups, batch)
+        if batch and groups and self._tail and self._tail.known:
+            batch.old_logprobs = self._tail.of(groups, batch)
+            share = 1 - float(batch.old_logprobs.isnan().sum()) / max(1, batch.num_tokens)
+            self._metrics.add("training/logprobs_in_tail", share, reduce="last")
         return await self._run.on_trainer(self._run.world.broadcast_batch, batch)
 
     async def compute_logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
@@ -289,14 +292,14 @@ class Steps:
         limit = filtering.max_num_gen_batches if filtering else 1
         missing = len(self._groups) < self._config.data.train_batch_size
         wanted = self._run.manager is not None and missing and (not limit or num_batches < limit)
-        if self._run.reward_model is None and not self._config.actor.logprobs_in_tail:
+        if self._run.reward_model is None and not self._tail:
             return wanted
         [ranks] = await self._run.on_trainer(self._run.world.sum_floats, [float(wanted)])
         return ranks > 0
 
     async def _generate_batch(self) -> list[Group]:
         """One batch of prompts; the groups that are left of it."""
-        in_tail = self._logprobs_in_tail if self._config.actor.logprobs_in_tail else None
+        in_tail = self._tail.compute if self._tail else None
         if self._run.manager is None:
             if in_tail:
                 await in_tail([])
@@ -325,31 +328,6 @@ class Steps:
         if not filtering:
             return groups
         return varied_groups(groups, filtering.metric, self._config.rollout.mask_terminations)
-
-    async def _logprobs_in_tail(self, trajectories: list[Trajectory]) -> None:
-        """Those of what has ended; every rank calls it, in the rollout."""
-        ended = [t for t in trajectories if t.error is None and t.sample_index != GREEDY]
-        batch = None
-        if self._run.inputs:
-            rewards = [[0.0] * len(t.response_ids) for t in ended]
-            batch = packing.pack(ended, rewards, list(range(len(ended))))
-        batch = await self._run.on_trainer(self._run.world.broadcast_batch, batch)
-        logprobs = await self._run.on_trainer(self._run.policy.compute_logprobs, batch)
-        if self._run.inputs:
-            parts = logprobs.split(batch.lengths.tolist())
-            self._in_tail = {id(t): part for t, part in zip(ended, parts, strict=True)}
-
-    def _known_logprobs(self, groups: list[Group], batch: MicroBatch) -> Tensor:
-        """Of the packed groups [N]; nan in sequences of which they are not known."""
-        members = [t for group in groups for t in group.trajectories]
-        parts = [
-            self._in_tail.get(id(t), torch.full((length,), torch.nan))
-            for t, length in zip(members, batch.lengths.tolist(), strict=True)
-        ]
-        known = torch.cat(parts) * batch.response_mask
-        share = 1 - float(known.isnan().sum()) / max(1, batch.num_tokens)
-        self._metrics.add("training/logprobs_in_tail", share, reduce="last")
-        return known
 
     async def _score(self, trajectories: list[Trajectory]) -> None:
         """The reward model's part of the rewards, on every rank."""
@@ -387,7 +365,7 @@ class Steps:
             if name.startswith("timing_s/")
         }
         correction = config.algorithm.rollout_correction
-        if config.actor.logprobs_in_tail or (correction and correction.bypass_mode):
+        if self._tail or (correction and correction.bypass_mode):
             phases.pop("old_log_prob")  # all or most of them were known before
         if credit.broken_sequences(batch):
             phases.pop("update_actor", None)  # nothing was computed in it

@@ -19,6 +19,7 @@ LAYERS = [
         "run",
         "launch",
         "scoring",
+        "tail",
     }
     | {"inputs", "checks", "credit", "curriculum", "records", "selftest"}
     | {"replay"},

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from minirl import credit
 from minirl.config import Config
 from minirl.rollout.manager import TooManyFailuresError
 from minirl.steps import Steps
+from minirl.tail import TailLogprobs
 from minirl.tracking import read_metrics
 from minirl.train import train
 from minirl.trainer import checkpoint_folder
@@ -113,14 +115,14 @@ class SlowestLast(SeededEngine):
 async def test_logprobs_in_the_tail_of_the_rollout(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    early = Steps._logprobs_in_tail
+    early, steps = TailLogprobs.compute, count(1)
 
-    async def then_end(self: Steps, trajectories: list[Trajectory]) -> None:
+    async def then_end(self: TailLogprobs, trajectories: list[Trajectory]) -> None:
         assert len(trajectories) == 9
         await early(self, trajectories)
-        SlowestLast.known[self.number].set()
+        SlowestLast.known[next(steps)].set()
 
-    monkeypatch.setattr(Steps, "_logprobs_in_tail", then_end)
+    monkeypatch.setattr(TailLogprobs, "compute", then_end)
     runs = []
     for in_tail in (True, False):
         name = "test_steps:SlowestLast" if in_tail else "scripted_run:SeededEngine"
