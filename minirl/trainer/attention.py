@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -50,21 +50,27 @@ class Rows:
         return flat if self.slots.numel() == flat.shape[0] else _Take.apply(flat, self.slots)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # if it were frozen, torch 2.11 would compile anew for each number of rows
 class Packing:
     """How a packed batch of T tokens is cut into sequences; made once, used by every layer."""
 
-    rows: list[Rows]
-    order: Tensor  # [T] int64: token i of the rows, laid end to end, is token order[i] of the batch
+    lengths: Tensor  # [S] int64, on the CPU
     boundaries: Tensor  # [S + 1] int32, starts of the sequences, and T
     max_length: int
 
     @staticmethod
     def of(lengths: Tensor, device: torch.device) -> "Packing":
         """For sequences of `lengths` [S], each at least 1, laid end to end."""
-        sizes = lengths.tolist()
-        boundaries = F.pad(torch.cumsum(lengths.cpu(), 0), (1, 0))
-        starts = boundaries.tolist()
+        lengths = lengths.cpu()
+        boundaries = F.pad(torch.cumsum(lengths, 0), (1, 0)).to(device, torch.int32)
+        return Packing(lengths, boundaries, int(lengths.max()))
+
+    @cached_property
+    def rows(self) -> tuple[list[Rows], Tensor]:
+        """For devices without a varlen kernel; and order [T] int64: token i of the rows, laid end
+        to end, is token order[i] of the batch."""
+        sizes, device = self.lengths.tolist(), self.boundaries.device
+        starts = self.boundaries.tolist()
         rows, order = [], []
         for members in _similar_lengths(sizes):
             longest = sizes[members[0]]
@@ -72,8 +78,7 @@ class Packing:
             order += [span + starts[s] for span, s in zip(spans, members, strict=True)]
             slots = torch.cat([span + row * longest for row, span in enumerate(spans)])
             rows.append(Rows(slots.to(device), len(members), longest))
-        cut = boundaries.to(device, torch.int32)
-        return Packing(rows, torch.cat(order).to(device), cut, max(sizes))
+        return rows, torch.cat(order).to(device)
 
 
 def _similar_lengths(sizes: list[int]) -> list[list[int]]:
@@ -121,17 +126,18 @@ def packed_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
     if kernel := varlen_kernel(q.device.type, q.dtype):
         return kernel(q, k, v, packing, scaling)[None], None
-    sizes = [r.slots.numel() for r in packing.rows]
-    parts = zip(*(_Take.apply(x, packing.order).split(sizes) for x in (q, k, v)), strict=True)
+    all_rows, order = packing.rows
+    sizes = [rows.slots.numel() for rows in all_rows]
+    parts = zip(*(_Take.apply(x, order).split(sizes) for x in (q, k, v)), strict=True)
     outputs = []
-    for rows, part in zip(packing.rows, parts, strict=True):
+    for rows, part in zip(all_rows, parts, strict=True):
         q_rows, k_rows, v_rows = (rows.pad(x) for x in part)
         gqa = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(
             q_rows, k_rows, v_rows, is_causal=True, scale=scaling, enable_gqa=gqa
         )
         outputs.append(rows.unpad(out))
-    return _Take.apply(torch.cat(outputs), torch.argsort(packing.order))[None], None
+    return _Take.apply(torch.cat(outputs), torch.argsort(order))[None], None
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Packing, float | None], Tensor]

@@ -32,9 +32,10 @@ def test_packed_equals_one_by_one(name):
 
 def test_padding_is_bounded():
     packing = Packing.of(torch.tensor([100, 1, 50, 99, 49, 2, 1]), torch.device("cpu"))
-    padded = sum(rows.num_rows * rows.length for rows in packing.rows)
+    rows, order = packing.rows
+    padded = sum(group.num_rows * group.length for group in rows)
     assert padded <= 302 / attention.SHORTEST_IN_ROW
-    assert sorted(packing.order.tolist()) == list(range(302))
+    assert sorted(order.tolist()) == list(range(302))
 
 
 def test_gradcheck_of_the_packed_function():
