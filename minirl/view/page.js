@@ -3,6 +3,7 @@
 
 const byId = (id) => document.getElementById(id);
 const state = { step: null, split: null, index: null, metric: null, colours: null };
+const REWARD = "critic/score/mean";
 let steps = [], rows = [], sortedBy = null;
 
 // ---- parts -------------------------------------------------------------------------------------
@@ -25,10 +26,13 @@ const isNumber = (value) => value !== null && value !== undefined && value !== "
 const show = (value, digits = 4) =>
   !isNumber(value) ? "" : Number.isInteger(Number(value)) ? String(value)
     : Number(value).toPrecision(digits);
+const isChosen = (row) => String(row.index) === state.index;
 const timed = (part) => isNumber(part.start_s) && isNumber(part.end_s);
 const at = (seconds) => (isNumber(seconds) ? seconds.toFixed(3) : "");
 const ms = (seconds) => (isNumber(seconds) ? (1000 * seconds).toFixed(1) : "");
 const span = (part) => (timed(part) ? part.end_s - part.start_s : null);
+
+const word = (value) => (isNaN(value) ? String(value) : show(value, 3));
 
 function table(headings, lines) {
   return make("table", {},
@@ -68,12 +72,12 @@ async function update() {
     const run = await ask("run");
     steps = run.steps;
     document.title = byId("name").textContent = run.name;
-    state.metric ??= run.metrics.includes("critic/score/mean") ? "critic/score/mean" : run.metrics[0];
+    state.metric ??= run.metrics.includes(REWARD) ? REWARD : run.metrics[0];
     fill(byId("metrics"), run.metrics, state.metric);
     state.step = Number(state.step ?? steps.at(-1));
     fill(byId("steps"), steps, state.step);
     await showCurve();
-    if (!steps.length) throw new Error("No trajectories yet: rollout.trace says how many are kept.");
+    if (!steps.length) throw new Error("No trajectories: rollout.trace says how many are kept.");
     await showStep();
   } catch (error) {
     byId("message").textContent = error.message;
@@ -132,17 +136,19 @@ function showTimeline() {
   const measured = rows.filter(timed).sort((a, b) => a.start_s - b.start_s);
   if (!measured.length) return byId("timeline").replaceChildren();
   const [width, left, each] = [1200, 90, measured.length > 60 ? 5 : 12];
-  const ends = measured.flatMap((row) => [row.end_s, ...row.rewards.filter(timed).map((r) => r.end_s)]);
-  const [from, to] = [Math.min(...measured.map((row) => row.start_s)), Math.max(...ends)];
+  const ends = measured.flatMap((row) => [row, ...row.rewards].filter(timed).map((r) => r.end_s));
+  const [from, to] = [measured[0].start_s, Math.max(...ends)];
   const x = (s) => left + ((s - from) / (to - from || 1)) * (width - left - 10);
   const bar = (kind, part, top, height, text) => make("rect", {
     class: kind, x: x(part.start_s), y: top, height,
     width: Math.max(x(part.end_s) - x(part.start_s), 0.75),
   }, make("title", {}, `${text}, ${part.start_s.toFixed(3)} to ${part.end_s.toFixed(3)} s`));
-  const shapes = [], engines = Map.groupBy(measured.flatMap((row) => row.turns.filter(timed)), (turn) => turn.server ?? 0);
+  const turns = measured.flatMap((row) => row.turns.filter(timed));
+  const engines = Map.groupBy(turns, (turn) => turn.server ?? 0);
+  const shapes = [];
   let top = 4;
-  for (const [server, turns] of [...engines].sort(([a], [b]) => a - b)) {
-    shapes.push(make("text", { x: 0, y: top + 28 }, `engine ${server}`), load(turns, x, top, 36));
+  for (const [server, its] of [...engines].sort(([a], [b]) => a - b)) {
+    shapes.push(make("text", { x: 0, y: top + 28 }, `engine ${server}`), load(its, x, top, 36));
     top += 44;
   }
   for (const row of measured) {
@@ -154,30 +160,36 @@ function showTimeline() {
       ...row.rewards.filter(timed).map((part) => ["scoring", part, `${name}: ${part.name}`]),
     ];
     shapes.push(make("g", {
-      class: String(row.index) === state.index ? "chosen" : "", click: () => go({ index: row.index }),
+      class: isChosen(row) ? "chosen" : "", click: () => go({ index: row.index }),
     }, ...parts.map(([kind, part, text]) => bar(kind, part, top, each - 1, text))));
     top += each;
   }
   shapes.push(make("text", { x: left, y: top + 12 }, `${from.toFixed(2)} s`),
-    make("text", { x: width, y: top + 12, "text-anchor": "end" }, `${to.toFixed(2)} s of the step`));
+    make("text", { x: width, y: top + 12, "text-anchor": "end" }, `${to.toFixed(2)} s`));
   byId("timeline").replaceChildren(make("svg", { viewBox: `0 0 ${width} ${top + 16}` }, ...shapes));
 }
 
 /** How many of these turns an engine had at once, as an area. */
 function load(turns, x, top, height) {
-  const changes = turns.flatMap((t) => [[t.start_s, 1], [t.end_s, -1]]).sort((a, b) => a[0] - b[0] || a[1] - b[1]);
-  let now = 0, most = 0;
-  const heights = changes.map(([at, by]) => { now += by; most = Math.max(most, now); return [at, now]; });
+  const changes = turns.flatMap((turn) => [[turn.start_s, 1], [turn.end_s, -1]]);
+  changes.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
+  let now = 0;
+  const numbers = changes.map(([, by]) => (now += by));
+  const most = Math.max(...numbers);
   const y = (number) => top + height * (1 - number / most);
-  const line = heights.map(([at, number]) => `H${x(at)}V${y(number)}`).join("");
+  const line = changes.map(([when], i) => `H${x(when)}V${y(numbers[i])}`).join("");
   return make("path", { class: "generating", d: `M${x(changes[0][0])} ${top + height}${line}Z` },
     make("title", {}, `up to ${most} at once, of those that were kept`));
 }
 
 const COLUMNS = [
-  ["prompt", (row) => row.uid], ["sample", (row) => row.sample_index], ["reward", (row) => row.reward],
-  ["advantage", (row) => row.advantage], ["turns", (row) => row.turns.length],
-  ["tokens", (row) => row.num_tokens], ["tools", (row) => row.tool_calls.length],
+  ["prompt", (row) => row.uid],
+  ["sample", (row) => row.sample_index],
+  ["reward", (row) => row.reward],
+  ["advantage", (row) => row.advantage],
+  ["turns", (row) => row.turns.length],
+  ["tokens", (row) => row.num_tokens],
+  ["tools", (row) => row.tool_calls.length],
   ["seconds", span],
   ["ended", (row) => (row.failed ? "error" : row.termination)],
 ];
@@ -197,13 +209,15 @@ function showList() {
   byId("rows").replaceChildren(
     make("tr", {}, ...COLUMNS.map(([name]) => make("th", { click: () => sort(name) }, name))),
     ...order.map((row) => make("tr", {
-      class: String(row.index) === state.index ? "chosen" : "", tabindex: 0,
+      class: isChosen(row) ? "chosen" : "", tabindex: 0,
       click: () => go({ index: row.index }),
       keydown: (event) => { if (event.key === "Enter") go({ index: row.index }); },
-    }, ...COLUMNS.map(([, get]) => make("td", {}, isNaN(get(row)) ? String(get(row)) : show(get(row), 3))))));
-  const list = byId("list"), line = list.querySelector(".chosen");
-  const [place, box] = [line?.getBoundingClientRect(), list.getBoundingClientRect()];
-  if (line && (place.top < box.top + 50 || place.bottom > box.bottom)) list.scrollTop += place.top - box.top - 80;
+    }, ...COLUMNS.map(([, get]) => make("td", {}, word(get(row)))))));
+  const list = byId("list"), box = list.getBoundingClientRect();
+  const place = list.querySelector(".chosen")?.getBoundingClientRect();
+  if (place && (place.top < box.top + 50 || place.bottom > box.bottom)) {
+    list.scrollTop += place.top - box.top - 80;
+  }
 }
 
 // ---- a trajectory ------------------------------------------------------------------------------
@@ -213,7 +227,8 @@ const COLOURINGS = [
   ["who wrote it", null],
   ["log-probability, engine", (t, i) => t.response_logprobs?.[i]],
   ["log-probability, trainer", (t, i) => t.old_logprobs?.[i]],
-  ["engine - trainer", (t, i) => t.old_logprobs && t.response_logprobs[i] - t.old_logprobs[i], true],
+  ["engine - trainer",
+    (t, i) => t.old_logprobs && t.response_logprobs[i] - t.old_logprobs[i], true],
   ["advantage", (t, i) => t.advantages?.[i], true],
   ["reward", (t, i) => t.token_rewards?.[i], true],
   ["return", (t, i) => t.returns?.[i], true],
@@ -231,12 +246,25 @@ async function showTrajectory() {
   fill(choice, possible.map(([name]) => name), chosen[0]);
   colour(t, response, about, chosen);
   const facts = {
-    "ended": t.termination, "reward": show(t.reward), "parts": JSON.stringify(t.reward_breakdown),
-    "ground truth": JSON.stringify(t.ground_truth), "answer": t.answer ?? "",
-    "weights": [...new Set(t.weight_versions)].join(", "), "data source": t.data_source,
+    "ended": t.termination,
+    "reward": show(t.reward),
+    "parts": JSON.stringify(t.reward_breakdown),
+    "ground truth": JSON.stringify(t.ground_truth),
+    "answer": t.answer ?? "",
+    "weights": [...new Set(t.weight_versions)].join(", "),
+    "data source": t.data_source,
     "tokens": `${t.prompt_ids.length} prompt, ${t.response_ids.length} response, `
       + `${t.response_mask.reduce((a, b) => a + b, 0)} of them sampled`,
   };
+  const turns = table(["", "engine", "weights", "cached", "preempted", "at, s", "ms", "ended"],
+    t.turns.map((turn, i) => [i, turn.server ?? "", t.weight_versions[i], turn.num_cached_tokens,
+      turn.num_preempted, at(turn.start_s), ms(span(turn)), turn.finish_reason]));
+  const calls = table(
+    ["turn", "tool", "arguments", "result", "status", "reward", "at, s", "ms"],
+    t.tool_calls.map((call) => [call.turn, call.name, call.arguments, call.result, call.status,
+      show(call.reward), at(call.start_s), ms(call.seconds)]));
+  const rewards = table(["part", "value", "at, s", "ms"], t.rewards.map(
+    (part) => [part.name, show(part.value) || "failed", at(part.start_s), ms(span(part))]));
   byId("trajectory").replaceChildren(
     make("h2", {}, `${t.uid} / ${t.sample_index}`),
     make("dl", {}, ...Object.entries(facts).filter(([, text]) => text)
@@ -248,16 +276,10 @@ async function showTrajectory() {
     make("p", { class: "key" }, make("span", { class: "policy" }), "the policy",
       make("span", { class: "other" }), "a tool, the user or the template"),
     about, response,
-    make("h2", {}, "Turns"),
-    table(["", "engine", "weights", "cached", "preempted", "at, s", "ms", "ended"],
-      t.turns.map((turn, i) => [i, turn.server ?? "", t.weight_versions[i], turn.num_cached_tokens,
-        turn.num_preempted, at(turn.start_s), ms(span(turn)), turn.finish_reason])),
-    ...(!t.tool_calls.length ? [] : [make("h2", {}, "Tool calls"), make("div", { class: "wide" },
-      table(["turn", "tool", "arguments", "result", "status", "reward", "at, s", "ms"],
-        t.tool_calls.map((call) => [call.turn, call.name, call.arguments, call.result, call.status,
-          show(call.reward), at(call.start_s), ms(call.seconds)])))]),
-    ...(!t.rewards.length ? [] : [make("h2", {}, "Rewards"), table(["part", "value", "at, s", "ms"],
-      t.rewards.map((part) => [part.name, show(part.value) || "failed", at(part.start_s), ms(span(part))]))]));
+    make("h2", {}, "Turns"), make("div", { class: "wide" }, turns),
+    ...(t.tool_calls.length ? [make("h2", {}, "Tool calls")] : []),
+    ...(t.tool_calls.length ? [make("div", { class: "wide" }, calls)] : []),
+    ...(t.rewards.length ? [make("h2", {}, "Rewards"), rewards] : []));
 }
 
 /** Fill `target` with the response, one span per token, or per stretch where texts of single tokens
@@ -266,20 +288,24 @@ function colour(t, target, about, [, value, signed]) {
   if (!t.pieces) {
     about.textContent = `Texts of single tokens are not known: ${t.pieces_error}`;
     return target.replaceChildren(...t.turns.flatMap((turn) => [
-      make("span", { class: "policy" }, turn.text), make("span", { class: "other" }, turn.observation)]));
+      make("span", { class: "policy" }, turn.text),
+      make("span", { class: "other" }, turn.observation)]));
   }
-  const values = t.response_ids.map((_, i) => (value && t.response_mask[i] ? Number(value(t, i)) : null));
-  const largest = values.reduce((most, v) => (isFinite(v) ? Math.max(most, Math.abs(v)) : most), 1e-12);
-  const scale = value ? ` The strongest colour is ${show(largest)}${signed ? "; blue is above 0" : " below 0"}.` : "";
-  about.textContent = `Point at a token.${scale}`;
+  const isColoured = (i) => value && t.response_mask[i];
+  const values = t.pieces.map((_, i) => (isColoured(i) ? Number(value(t, i)) : 0));
+  const largest = Math.max(...values.filter(isFinite).map(Math.abs), 1e-12);
+  const scale = signed ? `; blue is above 0, orange below` : ` below 0`;
+  about.textContent = "Point at a token."
+    + (value ? ` The strongest colour is ${show(largest)}${scale}.` : "");
   const spans = t.pieces.map((text, i) => {
     const token = make("span", {
-      class: t.response_mask[i] ? "policy" : "other", mouseenter: () => { about.textContent = describe(t, i); },
+      class: t.response_mask[i] ? "policy" : "other",
+      mouseenter: () => { about.textContent = describe(t, i); },
     }, text || "·");
     if (!text) token.classList.add("mark");
-    if (value && t.response_mask[i]) {
-      const share = Math.min(Math.abs(values[i]) / largest, 1);
-      const [hue, strength] = [signed && values[i] >= 0 ? 205 : 20, isFinite(values[i]) ? share : 1];
+    if (isColoured(i)) {
+      const hue = signed && values[i] >= 0 ? 205 : 20;
+      const strength = isFinite(values[i]) ? Math.abs(values[i]) / largest : 1;
       token.style.background = `hsl(${hue} 90% ${100 - 38 * strength}%)`;
     }
     return token;
@@ -305,7 +331,9 @@ const move = (by) => {
 byId("earlier").addEventListener("click", () => move(-1));
 byId("later").addEventListener("click", () => move(1));
 byId("steps").addEventListener("change", (event) => go({ step: event.target.value, index: null }));
-byId("splits").addEventListener("change", (event) => go({ split: event.target.value, index: null }));
+byId("splits").addEventListener("change", (event) => {
+  go({ split: event.target.value, index: null });
+});
 byId("metrics").addEventListener("change", (event) => go({ metric: event.target.value }));
-addEventListener("hashchange", update);
-update();
+let updates = update();
+addEventListener("hashchange", () => { updates = updates.then(update); });  // one after another
