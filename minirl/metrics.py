@@ -163,6 +163,21 @@ def trajectory_metrics(
     return metrics
 
 
+def slowest_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Of the trajectory for which a rollout waited longest, as `agent_loop/slowest/<figure>`: its
+    lengths, its turns, and every figure in its `metrics`."""
+    if not trajectories:
+        return {}
+    slowest = max(trajectories, key=lambda t: t.metrics.get("seconds", 0.0))
+    figures = {
+        **slowest.metrics,
+        "num_turns": slowest.num_turns,
+        "prompt_length": len(slowest.prompt_ids),
+        "response_length": len(slowest.response_ids),
+    }
+    return {f"agent_loop/slowest/{name}": float(value) for name, value in figures.items()}
+
+
 def _add_agent_loop(metrics: Metrics, trajectories: Sequence[Trajectory]) -> None:
     statuses = get_args(get_type_hints(ToolCallRecord)["status"])
     for trajectory in trajectories:

@@ -13,7 +13,7 @@ from minirl import credit
 from minirl.agent_loop import derive_seed
 from minirl.curriculum import hinted_batch, hinted_logprobs
 from minirl.evaluate import validate
-from minirl.metrics import Metrics, timer, trajectory_metrics
+from minirl.metrics import Metrics, slowest_metrics, timer, trajectory_metrics
 from minirl.progress import Progress, Record
 from minirl.ranks import RANKS
 from minirl.records import Records
@@ -356,6 +356,7 @@ class Steps:
                 rewards=rewards,
             )
         )
+        self._metrics.update(slowest_metrics(sampled), reduce="last")
         self._metrics.update(credit.batch_metrics(batch), reduce="last")
         self._metrics.add("training/bad_step", bool(self._bad_sequences), reduce="last")
         self._metrics.add("training/epoch", self._progress.loader.epoch, reduce="last")

@@ -5,7 +5,7 @@ from itertools import count
 import pytest
 import torch
 
-from minirl.metrics import Metrics, timer, trajectory_metrics
+from minirl.metrics import Metrics, slowest_metrics, timer, trajectory_metrics
 from minirl.types import TokenOutput, ToolCallRecord, Trajectory
 
 
@@ -173,6 +173,18 @@ def test_rewards_that_the_estimator_saw_are_kept_apart_from_scores(trajectories)
     assert got["critic/score/mean"] == 0.5
     assert got["critic/rewards/mean"] == pytest.approx(0.4)
     assert got["critic/rewards/min"] == -0.1
+
+
+def test_the_figures_of_the_slowest(trajectories) -> None:
+    trajectories[0].metrics["seconds"], trajectories[1].metrics["seconds"] = 2.0, 3.0
+    assert slowest_metrics(trajectories) == {
+        "agent_loop/slowest/seconds": 3.0,
+        "agent_loop/slowest/generate_s": 0.5,
+        "agent_loop/slowest/num_turns": 1,
+        "agent_loop/slowest/prompt_length": 3,
+        "agent_loop/slowest/response_length": 10,
+    }
+    assert slowest_metrics([]) == {}
 
 
 def test_a_group_of_one_is_no_group() -> None:

@@ -63,6 +63,7 @@ async def test_a_run_from_rows_to_weights(project: Path) -> None:
         assert len({t["uid"] for t in trained}) == 4
         assert row["actor/grad_norm"] > 0 and row["perf/total_num_tokens"] > 0
         assert row["perf/tflops/update_actor"] > 0 and row["perf/imbalance"] == 1
+        assert row["agent_loop/slowest/seconds"] == row["trajectory/seconds/max"] > 0
     parts = {"gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights"}
     assert all({f"timing_s/{part}" for part in parts} <= row.keys() for row in rows[1:])
     accuracy = [row.get("val-core/calculator/acc/mean@1") for row in rows]
