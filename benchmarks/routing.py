@@ -12,8 +12,6 @@ to decode. Three arms in turn, with empty caches:
 Of the second turns of all conversations the median time is taken. Engines have one thread each.
 """
 
-import argparse
-import json
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -26,7 +24,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.measure import ratios
-from benchmarks.results import add_options, provenance, start_load, table, write_section
+from benchmarks.results import make_parser, start_load, table, write
 from benchmarks.rollout_routing import CachingServer, Workload, hold
 from minirl.config import Config, load_config
 from minirl.rollout.client import AsyncLLMServerManager
@@ -169,24 +167,15 @@ def report(results: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.routing",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser = make_parser("routing", __doc__, repetitions=5)
     parser.add_argument("--quick", action="store_true", help="a trial with a third of the prompts")
-    add_options(parser, "build/routing.json")
     arguments = parser.parse_args()
     load, workloads = start_load(), WORKLOADS
     if arguments.quick:
         workloads = {k: replace(w, num_prompts=w.num_prompts // 3) for k, w in workloads.items()}
     results = uvloop.run(run(workloads, arguments.repetitions))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(results, indent=2) + "\n")
     print(report(results))
-    if arguments.record:
-        write_section("routing", f"{provenance(load)}\n\n{ABOUT}\n\n{report(results)}")
+    write(arguments, results, "routing", load, ABOUT, report(results))
 
 
 ABOUT = """\

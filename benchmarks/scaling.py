@@ -9,8 +9,6 @@ conversations itself where there are no workers), of the workers together, and o
 numbers of workers are measured in turn, each time in new processes, after a rollout that warms up.
 """
 
-import argparse
-import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,7 +20,7 @@ import psutil
 import uvloop
 
 from benchmarks.measure import ratios
-from benchmarks.results import add_options, provenance, start_load, table, write_section
+from benchmarks.results import make_parser, start_load, table, write
 from benchmarks.rollout_driver import (
     FORKSERVER,
     EngineProcess,
@@ -113,25 +111,16 @@ def report(results: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.scaling",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("scaling", __doc__, repetitions=3)
     parser.add_argument("--conversations", type=int, nargs="+", default=[128, 512, 2048])
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--repetitions", type=int, default=3)
-    add_options(parser, "build/scaling.json")
     arguments = parser.parse_args()
     if any(number < 8 or number % 8 for number in arguments.conversations):
         parser.error(f"--conversations: got {arguments.conversations}; give multiples of 8")
     load = start_load()
     results = run(arguments.conversations, arguments.workers, arguments.repetitions)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(results, indent=2) + "\n")
     print(report(results))
-    if arguments.record:
-        write_section("scaling", f"{provenance(load)}\n\n{ABOUT}\n\n{report(results)}")
+    write(arguments, results, "scaling", load, ABOUT, report(results))
 
 
 ABOUT = """\

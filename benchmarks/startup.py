@@ -6,14 +6,12 @@ Both arms are processes of their own, timed from their start, in turn: A (the en
 can generate) and B (`python -m minirl.train` until the first step is recorded).
 """
 
-import argparse
-import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from benchmarks.results import add_options, provenance, start_load, table, write_section
+from benchmarks.results import make_parser, start_load, table, write
 
 ENGINE = """
 import sys, uvloop
@@ -70,12 +68,9 @@ def first_step(config: str) -> float:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description="time to the first step against the engine alone")
+    parser = make_parser("startup", __doc__, repetitions=3)
     parser.add_argument("config", nargs="?", default="configs/debug/calculator_grpo.yaml")
-    parser.add_argument("--repetitions", type=int, default=3)
-    add_options(parser, "build/startup.json")
     arguments = parser.parse_args()
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     load, engine, train = start_load(), list[float](), list[float]()
     engine_alone(arguments.config)  # warms the file cache, as does the next
     first_step(arguments.config)
@@ -84,11 +79,9 @@ def main() -> None:
         train.append(first_step(arguments.config))
     extra = [b - a for a, b in zip(engine, train, strict=True)]
     rows = {"engine alone": engine, "first step": train, "difference": extra}
-    arguments.out.write_text(json.dumps(rows, indent=2) + "\n")
     report = table(["", "seconds"], rows.items())
     print(report)
-    if arguments.record:
-        write_section("startup", f"{provenance(load)}\n\n{report}")
+    write(arguments, rows, "startup", load, report)
 
 
 if __name__ == "__main__":

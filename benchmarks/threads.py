@@ -10,7 +10,6 @@ For a machine without a GPU. Each arm is a process of its own, the part `phases`
 run in turn, beside `busy` loops of Python.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -23,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.measure import ratios
-from benchmarks.results import add_options, provenance, start_load, table, write_section
+from benchmarks.results import make_parser, start_load, table, write
 
 ARMS = {"one": {"OMP_NUM_THREADS": "1"}, "every": {}, "spinning": {"GOMP_SPINCOUNT": "300000"}}
 PHASES = ("old_log_prob", "update_actor")
@@ -56,14 +55,8 @@ def busy(count: int) -> Iterator[None]:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.threads",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("threads", __doc__, repetitions=3)
     parser.add_argument("--busy", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--repetitions", type=int, default=3)
-    add_options(parser, "build/threads.json")
     arguments = parser.parse_args()
     load, results, rows = start_load(), dict[str, Any](), []
     for count in arguments.busy:
@@ -80,10 +73,7 @@ def main() -> None:
     header = ("phase", "busy", *(f"{arm}, s" for arm in ARMS), "one / every", "one / spinning")
     text = table(header, rows)
     print(text)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-    if arguments.record:
-        write_section("threads", f"{provenance(load)}\n\n{text}")
+    write(arguments, results, "threads", load, text)
 
 
 if __name__ == "__main__":

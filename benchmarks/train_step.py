@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.measure import Arms, interleave, machine, ratios, show
-from benchmarks.results import add_options, provenance, start_load, table, write_section
+from benchmarks.results import make_parser, provenance, start_load, table, write_section
 from benchmarks.shapes import SHAPES, random_model
 from benchmarks.trl_update import TRLUpdate
 from minirl.algorithms import aggregate, policy_loss
@@ -63,11 +63,7 @@ is all the longest, 1 uniform, small mostly short."""
 
 def main() -> None:
     """Run the parts, print, write."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.train_step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("train_step", __doc__, repetitions=5)
     parts = ["logprobs", "packing", "phases", "trl"]  # the others take minutes on a CPU
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=parts)
     parser.add_argument("--model", choices=SHAPES, default="debug")
@@ -75,9 +71,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--length", type=int, default=512, help="limit of a response, tokens")
     parser.add_argument("--max-tokens", type=int, default=16384, help="of a micro-batch")
-    parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--words", type=int, default=152_000, help="of the part vocabulary")
-    add_options(parser, "build/train_step.json")
     parser.add_argument("--peak-of", choices=(*SCORES, *PASSES), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peak_of:

@@ -41,7 +41,7 @@ import uvloop
 from transformers import AutoTokenizer
 
 from benchmarks.measure import ratios
-from benchmarks.results import add_options, provenance, start_load, table, write_section
+from benchmarks.results import make_parser, provenance, start_load, table, write_section
 from benchmarks.trl_arm import run_trl
 from benchmarks.vs_trl_task import Step, Task, read_questions, write_tools
 from examples.calculator.demo import CONFIG, prepare
@@ -148,16 +148,10 @@ def _columns(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vs_trl",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("vs_trl", __doc__, repetitions=3)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--steps", type=int, default=4, help="that count, of a run")
-    parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
-    add_options(parser, "build/vs_trl.json")
     arguments = parser.parse_args()
     if arguments.arm:
         [part] = arguments.parts
