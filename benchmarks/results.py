@@ -32,9 +32,17 @@ def make_parser(name: str, doc: str | None, repetitions: int) -> argparse.Argume
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--repetitions", type=int, default=repetitions)
+    parser.add_argument("--repetitions", type=count, default=repetitions)
     add_options(parser, f"build/{name}.json")
     return parser
+
+
+def count(text: str) -> int:
+    """An option's value; argparse refuses less than 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {number}; at least 1")
+    return number
 
 
 def add_options(parser: argparse.ArgumentParser, out: str) -> None:

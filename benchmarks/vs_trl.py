@@ -41,7 +41,7 @@ import uvloop
 from transformers import AutoTokenizer
 
 from benchmarks.measure import ratios
-from benchmarks.results import make_parser, provenance, start_load, table, write_section
+from benchmarks.results import count, make_parser, provenance, start_load, table, write_section
 from benchmarks.trl_arm import run_trl
 from benchmarks.vs_trl_task import Step, Task, read_questions, write_tools
 from examples.calculator.demo import CONFIG, prepare
@@ -150,7 +150,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = make_parser("vs_trl", __doc__, repetitions=3)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--steps", type=int, default=4, help="that count, of a run")
+    parser.add_argument("--steps", type=count, default=4, help="that count, of a run")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.arm:

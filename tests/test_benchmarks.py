@@ -18,10 +18,12 @@ from benchmarks import (
     gpu_engine,
     gpu_session,
     rollout_driver,
+    rollout_overhead,
     routing,
     scaling,
     startup,
     threads,
+    train_step,
     vs_trl,
     vs_trl_task,
 )
@@ -95,6 +97,28 @@ async def test_a_tool_that_waits_answers_as_without(monkeypatch: pytest.MonkeyPa
         await vs_trl_task.wait(f"{number} + 1")
     assert sum(waited) / len(waited) == pytest.approx(vs_trl_task.MEAN_S, rel=0.1)
     assert max(waited) > 2 and min(waited) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "option"),
+    [
+        (rollout_overhead, "--repetitions"),
+        (routing, "--repetitions"),
+        (scaling, "--repetitions"),
+        (startup, "--repetitions"),
+        (threads, "--repetitions"),
+        (train_step, "--repetitions"),
+        (vs_trl, "--repetitions"),
+        (vs_trl, "--steps"),
+    ],
+)
+def test_what_is_never_done_has_no_figures(
+    benchmark: Any, option: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmark", option, "0"])
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main()
+    assert f"argument {option}: got 0; at least 1" in capsys.readouterr().err
 
 
 def test_every_core_counts_whatever_the_shell_says_of_threads(monkeypatch: Any) -> None:
