@@ -34,20 +34,21 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     _, data = prepare(given.seed)
     results = {}
-    for name in names:
-        run_dir = given.out / name
+    runs = {n: given.out / (n if given.seed == 0 else f"{n}-{given.seed}") for n in names}
+    for name, run_dir in runs.items():
         summary = run_dir / "summary.json"
         if not summary.exists():
             overlay = [] if name == "grpo" else [f"configs/debug/calculator_{name}.yaml"]
-            own = [f"trainer.default_local_dir={given.out}", f"trainer.experiment_name={name}"]
+            own = [
+                f"trainer.default_local_dir={given.out}",
+                f"trainer.experiment_name={run_dir.name}",
+            ]
             figures = train(run_dir, [CONFIG, *overlay, *data, *own, *settings])
             summary.write_text(json.dumps(figures, indent=2) + "\n")
         results[name] = json.loads(summary.read_text())
     (given.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     picture = given.out / "learning_curves.png"
-    learning_curve(
-        [given.out / name for name in names], picture, title="A calculator, by every algorithm"
-    )
+    learning_curve(list(runs.values()), picture, title="A calculator, by every algorithm")
     print(f"\n{'algorithm':22} before  after  steps  seconds")
     short = []
     for name, r in results.items():

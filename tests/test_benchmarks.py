@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from benchmarks import (
+    algorithms,
     gpu_engine,
     gpu_session,
     rollout_driver,
@@ -172,6 +173,29 @@ def test_the_demos_first_step_is_none_of_an_earlier_run(
     figures = demo.train(tmp_path, [])
     assert figures["first_step_seconds"] == 50 and figures["train_seconds"] == 60
     assert figures["num_steps"] == 3
+
+
+def test_another_seed_is_another_run_of_each_algorithm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def train(run_dir: Path, arguments: list[str]) -> dict[str, float]:
+        assert f"trainer.experiment_name={run_dir.name}" in arguments
+        made.append((run_dir, arguments[1]))
+        run_dir.mkdir()
+        return {"val_before": 0.2, "val_after": 0.9, "num_steps": 60, "train_seconds": 200}
+
+    monkeypatch.setattr(algorithms, "prepare", lambda seed: (0.0, [f"trainer.seed={seed}"]))
+    monkeypatch.setattr(algorithms, "train", train)
+    monkeypatch.setattr(algorithms, "learning_curve", lambda runs, *_, **__: made.append(runs))
+    for seed in (0, 1, 0):
+        monkeypatch.setattr("sys.argv", ["", "grpo", f"--seed={seed}", f"--out={tmp_path}"])
+        with pytest.raises(SystemExit, match="0"):
+            algorithms.main()
+    first, second = tmp_path / "grpo", tmp_path / "grpo-1"
+    runs = [(first, "trainer.seed=0"), [first], (second, "trainer.seed=1"), [second], [first]]
+    assert made == runs
 
 
 def test_startup_can_write_elsewhere_than_build(
