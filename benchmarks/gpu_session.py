@@ -214,7 +214,7 @@ def _session(out: Path, arguments: argparse.Namespace) -> None:
     for name in arguments.parts:
         limit = min(PARTS[name][1], ends - time.monotonic())
         if limit < 5:
-            session[name] = {"outcome": "no time left"}
+            session.setdefault(name, {"outcome": "no time left"})
         else:
             print(f"{name}: at most {limit:.0f} s ...", flush=True)
             session[name] = _run_part(name, out, limit, arguments.dry_run)

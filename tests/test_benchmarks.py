@@ -1,5 +1,6 @@
 """The benchmarks run, on small numbers, and what they say adds up."""
 
+import argparse
 import asyncio
 import gc
 import json
@@ -242,6 +243,16 @@ def test_a_gpu_session_has_what_was_tested_before_its_process_ended(
     assert [t["outcome"] for t in tests] == ["passed", "skipped", "failure", "error", "cut off"]
     assert found["counts"]["failure"] == 1 and found["status"] is None
     assert "the numbers differ" in tests[2]["message"] and "no engine" in tests[3]["message"]
+
+
+def test_a_gpu_session_without_time_keeps_what_an_earlier_call_found(tmp_path: Path) -> None:
+    found = {"outcome": "done", "seconds": 99.0, "rounds": [1, 2]}
+    (tmp_path / "session.json").write_text(json.dumps({"sync": found}))
+    arguments = argparse.Namespace(seconds=0, parts=["sync", "decode"], dry_run=True)
+    with pytest.raises(SystemExit, match="not done: decode"):
+        gpu_session._session(tmp_path, arguments)
+    session = json.loads((tmp_path / "session.json").read_text())
+    assert session == {"sync": found, "decode": {"outcome": "no time left"}}
 
 
 def test_the_float32_demo_of_a_gpu_session_is_in_float32(tmp_path: Path, monkeypatch: Any) -> None:
