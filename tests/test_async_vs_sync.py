@@ -24,7 +24,7 @@ from scripted_engine import ScriptedEngine
 
 from benchmarks.async_vs_sync import figures
 from benchmarks.async_vs_sync.__main__ import benchmark
-from benchmarks.async_vs_sync.agent import PlannedLoop
+from benchmarks.async_vs_sync.agent import PlannedLoop, WaitTool
 from benchmarks.async_vs_sync.bound import EngineSpeed, bound, greedy
 from benchmarks.async_vs_sync.rollouts import Turnstile, least_read, newly_read
 from benchmarks.async_vs_sync.sampling import Device
@@ -509,6 +509,21 @@ async def test_a_conversation_has_seeds_where_the_run_gives_them(given: dict[str
     [trajectory] = await run_agent_loop(PlannedLoop(make_context(server)), given, row)
     assert trajectory.error is None and len(trajectory.response_ids) == 3
     assert [r.sampling_params.keys() & {"seed"} for r in server.requests] == [given.keys()]
+
+
+async def test_a_tool_says_all_that_is_planned(tmp_path: Path) -> None:
+    loaded = load_settings(FOLDER / "gpu.yaml")
+    run = write_run(loaded, tmp_path, tmp_path / "model", tmp_path / "rows.jsonl")
+    [trajectory] = await hold(plan((3, 0.0), (3, None), observation=3000), str(run))
+    assert [call.result for call in trajectory.tool_calls] == ["." * 3000]
+
+
+async def hold(planned: Plan, *overrides: str) -> list[Trajectory]:
+    """The conversation, over a scripted engine."""
+    server = ScriptedServer(byte_tokenizer(), ["......"] * len(planned.turns))
+    context = make_context(server, tools=[WaitTool({})], overrides=overrides)
+    row = planned.row("u", 0) | {"sample_index": 0}
+    return await run_agent_loop(PlannedLoop(context), {}, row | {"raw_prompt": row["prompt"]})
 
 
 class PacedEngine(ScriptedEngine):

@@ -176,7 +176,8 @@ def write_run(settings: Settings, folder: Path, model: Path, rows: Path) -> Path
         "rollout": {
             "multi_turn": {
                 "tool_config_path": str(FOLDER / "tools.yaml"),
-                "tool_timeout_s": 3600.0,  # a call takes what it takes
+                "tool_timeout_s": 3600.0,  # a call takes what it takes,
+                "max_tool_response_length": 10**9,  # and says what is planned
             },
             "on_failure": "raise",
             "trace": None,
