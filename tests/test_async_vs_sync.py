@@ -31,6 +31,8 @@ from benchmarks.async_vs_sync.sampling import Device
 from benchmarks.async_vs_sync.settings import (
     FOLDER,
     STEP_ARMS,
+    TEMPLATE_TOKENS,
+    Case,
     check_lengths,
     load_settings,
     load_workload,
@@ -516,6 +518,19 @@ async def test_a_tool_says_all_that_is_planned(tmp_path: Path) -> None:
     run = write_run(loaded, tmp_path, tmp_path / "model", tmp_path / "rows.jsonl")
     [trajectory] = await hold(plan((3, 0.0), (3, None), observation=3000), str(run))
     assert [call.result for call in trajectory.tool_calls] == ["." * 3000]
+
+
+async def test_a_conversation_that_is_not_too_long_is_held(tmp_path: Path) -> None:
+    given = {"turns": 10, "prompt_tokens": 9, "response_tokens": 1, "failing_share": 1}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"about": ""} | given))
+    case = Case(workload=f"{tmp_path}/mine.yaml", conversations=[1])
+    loaded = replace(load_settings(FOLDER / "cpu.yaml"), steps=None)
+    limits = [f"rollout.response_length={10 + 10 * TEMPLATE_TOKENS}"]
+    limits += [f"data.max_prompt_length={9 + TEMPLATE_TOKENS}"]
+    check_lengths([case], loaded, load_config(["model.path=none", *limits]))
+    [planned] = case.load().draw(1, seed=0)
+    [trajectory] = await hold(planned, *limits)
+    assert trajectory.error is None and trajectory.num_turns == 10
 
 
 async def hold(planned: Plan, *overrides: str) -> list[Trajectory]:

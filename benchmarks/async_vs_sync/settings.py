@@ -22,7 +22,7 @@ MODES_IN_TURN = ["serial", "sync", "async"]
 STEP_ARMS = [*MODES_IN_TURN, "over_sampled", "in_tail"]
 """Of whole steps: the modes, and async with rollout.over_sample_rate or actor.logprobs_in_tail."""
 DTYPES = ("float32", "bfloat16")
-TEMPLATE_TOKENS = 48
+TEMPLATE_TOKENS = 64
 """Per turn, more than the chat template and a tool's error message add to what is planned."""
 
 
