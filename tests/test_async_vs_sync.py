@@ -96,6 +96,7 @@ def test_a_trace_is_what_was_recorded(tmp_path: Path, text: str) -> None:
         ({"lognormal": "much"}, "tool_s.lognormal: got 'much'"),
         ({"log_normal": 1}, "tool_s.log_normal: no such key; did you mean 'lognormal'"),
         ({"max": 1}, "name one of constant, exponential"),
+        ({"constant": 1, "sigma": 2}, "tool_s.sigma: got 2; lognormal alone has one"),
         ({"trace": "none.txt"}, "tool_s.trace: got 'none.txt'; there is no file"),
         ({"trace": "bad.txt"}, "bad.txt: line 2: got 'soon'"),
     ],

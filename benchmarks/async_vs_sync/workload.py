@@ -40,6 +40,8 @@ class Distribution:
             raise ConfigError(f"{key}.{name}: no such key{nearest(str(name), KINDS)}")
         kinds = [name for name in KINDS if name in given]
         require(len(kinds) == 1, key, value, f"name one of {', '.join(KINDS)}")
+        has_sigma = kinds == ["lognormal"] or "sigma" not in given
+        require(has_sigma, f"{key}.sigma", given.get("sigma"), "lognormal alone has one")
         options = {name: _number(given[name], f"{key}.{name}") for name in given if name in LIMITS}
         if kinds == ["trace"]:
             return cls(
