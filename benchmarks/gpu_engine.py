@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, write_random
 
 ROOT = Path(__file__).parents[1]
 QWEN3_06B = SHAPES["qwen3-0.6b"]
@@ -224,7 +224,13 @@ async def _engine(job: Job, *, eager: bool, trainer: bool) -> AsyncIterator[Part
 
     watch = Watch()
     with watch("make_model"):
-        model = _random_model(job)
+        model = write_random(
+            ROOT / "build" / ("gpu_session_tiny" if job.dry_run else "gpu_session_qwen3_0.6b"),
+            _shape(job.dry_run),
+            torch.float32 if job.dry_run else torch.bfloat16,
+            "cpu",
+            SHARPNESS,
+        )
     config = load_config([f"model.path={model}", *_settings(job.dry_run, eager)])
     async with AsyncExitStack() as stack:
         world = stack.enter_context(distributed(config))
@@ -262,17 +268,3 @@ def _settings(dry_run: bool, eager: bool) -> list[str]:
 
 def _shape(dry_run: bool) -> dict[str, Any]:
     return TINY if dry_run else QWEN3_06B
-
-
-def _random_model(job: Job) -> Path:
-    """A folder with random weights at the published shape; made once."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    folder = ROOT / "build" / ("gpu_session_tiny" if job.dry_run else "gpu_session_qwen3_0.6b")
-    if not (folder / "config.json").exists():
-        torch.manual_seed(0)
-        model: Any = Qwen3ForCausalLM(Qwen3Config(**_shape(job.dry_run)))
-        with torch.no_grad():
-            model.model.norm.weight.fill_(SHARPNESS)
-        model.to(torch.float32 if job.dry_run else torch.bfloat16).save_pretrained(folder)
-    return folder

@@ -65,10 +65,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def random_model(name: str, device: str, dtype: torch.dtype) -> Path:
     """A folder with random weights at the shape `name`; made once."""
-    folder = Path("build") / f"random_{name}"
-    if not (folder / "config.json").exists():
+    return write_random(Path("build") / f"random_{name}", SHAPES[name], dtype, device)
+
+
+def write_random(
+    folder: Path, shape: dict[str, Any], dtype: torch.dtype, device: str, sharpness: float = 1.0
+) -> Path:
+    """The same for any shape; `sharpness` is a factor on all logits."""
+    if not folder.exists():
         torch.manual_seed(0)
         with torch.device(device):
-            model = Qwen3ForCausalLM(Qwen3Config(**SHAPES[name]))
-        model.to(dtype).save_pretrained(folder)
+            model: Any = Qwen3ForCausalLM(Qwen3Config(**shape))
+        torch.nn.init.constant_(model.model.norm.weight, sharpness)
+        partial = folder.with_name(f"{folder.name}.partial")
+        model.to(dtype).save_pretrained(partial)
+        partial.rename(folder)
     return folder

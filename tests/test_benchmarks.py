@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from transformers import Qwen3ForCausalLM
 
 from benchmarks import (
     algorithms,
@@ -31,6 +33,7 @@ from benchmarks import (
 )
 from benchmarks.gpu_engine import Job
 from benchmarks.rollout_routing import CachingServer
+from benchmarks.shapes import random_model
 from examples.calculator import demo
 from minirl.config import load_config
 from minirl.rollout.server import ServerService
@@ -197,6 +200,21 @@ def test_another_seed_is_another_run_of_each_algorithm(
     first, second = tmp_path / "grpo", tmp_path / "grpo-1"
     runs = [(first, "trainer.seed=0"), [first], (second, "trainer.seed=1"), [second], [first]]
     assert made == runs
+
+
+def test_a_model_of_which_a_part_was_written_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(model: Qwen3ForCausalLM, folder: Path) -> None:
+        model.config.save_pretrained(folder)  # as save_pretrained begins
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Qwen3ForCausalLM, "save_pretrained", cut_off)
+        random_model("debug", "cpu", torch.float32)
+    folder = random_model("debug", "cpu", torch.float32)
+    assert (folder / "config.json").exists() and (folder / "model.safetensors").exists()
 
 
 def test_startup_can_write_elsewhere_than_build(
