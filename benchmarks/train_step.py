@@ -196,7 +196,7 @@ def _peak_of(arm: str, arguments: argparse.Namespace) -> int:
     """In a process of its own: what one has touched stays with it."""
     command = [sys.executable, "-m", "benchmarks.train_step", f"--peak-of={arm}"]
     command += [f"--words={arguments.words}", f"--max-tokens={arguments.max_tokens}"]
-    return int(subprocess.run(command, check=True, capture_output=True).stdout)
+    return int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
 
 def _peak_bytes(run: Callable[[], object]) -> int:
