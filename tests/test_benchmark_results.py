@@ -69,5 +69,6 @@ def test_the_file_itself_keeps_its_form(tmp_path: Path) -> None:
 
 def test_figures_have_three_digits_and_their_range() -> None:
     assert [words(value) for value in (0.12345, 1234.5, 7, "x")] == ["0.123", "1234", "7", "x"]
+    assert [words(value) for value in (999.4, 999.7)] == ["999", "1000"]
     assert words([3.0, 1.0, 2.0]) == "2 (1 to 3)" and words([1.0]) == "1"
     assert table(["a", "b"], [(1, [1.0, 2.0])]) == "| a | b |\n| --- | --- |\n| 1 | 1.5 (1 to 2) |"
