@@ -375,6 +375,8 @@ def measure_phases(arguments: argparse.Namespace) -> dict[str, Any]:
             "old_log_prob": lambda: policy.compute_logprobs(batch),
             "update_actor": lambda: policy.update(batch),
         }
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()  # of the parts before
         seconds = interleave(arms, arguments.repetitions)
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
     work = {"matrix product": 2.0 * size**3, "old_log_prob": flops, "update_actor": 3 * flops}

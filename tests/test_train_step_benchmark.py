@@ -2,9 +2,13 @@ import argparse
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import train_step
 
@@ -33,3 +37,26 @@ def test_why_no_peak_was_measured_is_told(
     with pytest.raises(subprocess.CalledProcessError):
         train_step._peak_of("chunks", argparse.Namespace(words=9, max_tokens=9))
     assert capfd.readouterr().err == "out of memory\n"
+
+
+def test_the_peak_of_the_phases_is_not_that_of_a_part_before(monkeypatch: Any) -> None:
+    peak = [40.0]  # GiB, of all logits at once
+    world = SimpleNamespace(device=torch.device("cpu"))
+
+    def interleave(arms: dict[str, Any], repetitions: int) -> dict[str, list[float]]:
+        peak.append(3.0)
+        return {arm: [1.0] for arm in arms}
+
+    for name, value in {
+        "_config": lambda arguments: None,
+        "_batch": lambda arguments: SimpleNamespace(num_tokens=8),
+        "distributed": lambda config: nullcontext(world),
+        "PolicyTrainer": lambda *_: SimpleNamespace(model=None),
+        "forward_flops": lambda *_: 1.0,
+        "interleave": interleave,
+    }.items():
+        monkeypatch.setattr(train_step, name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", peak.clear)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: max(peak) * 2**30)
+    assert train_step.measure_phases(argparse.Namespace(repetitions=1))["peak GiB"] == 3.0
