@@ -118,6 +118,11 @@ def test_a_conversation_is_the_same_among_few_and_many() -> None:
         assert [turn.tool_s is None for turn in plan.turns] == [False, False, True]
 
 
+def test_short_prompts_differ_too() -> None:
+    rows = [plan((1, None), prompt=3).row("u", salt) for salt in range(300, 900)]
+    assert len({row["prompt"][0]["content"] for row in rows}) == len(rows)
+
+
 def test_shares_of_slow_and_failing_calls() -> None:
     plans = workload(
         response_s=0.1, tool_s=1, slow_share=0.2, slow_factor=4, failing_share=0.1

@@ -129,8 +129,8 @@ class Plan:
 
     def row(self, uid: str, salt: int, others: Sequence["Plan"] = ()) -> dict[str, Any]:
         """As a row of a dataset, whose further samples have the turns of `others`. Prompts begin
-        with `salt`, so that no prefix cache holds them."""
-        text = f"{salt:06}".ljust(self.prompt_tokens, ".")[: self.prompt_tokens]
+        with `salt`, the last digit first, so that no prefix cache holds them, however short."""
+        text = f"{salt:06}"[::-1].ljust(self.prompt_tokens, ".")[: self.prompt_tokens]
         return {
             "uid": uid,
             "prompt": [{"role": "user", "content": text}],
