@@ -181,8 +181,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("build/chaos"))
     given = parser.parse_args()
-    shutil.rmtree(given.out, ignore_errors=True)
-    given.out.mkdir(parents=True)
+    given.out.mkdir(parents=True, exist_ok=True)
+    for run in given.out.glob("*disturbed*"):
+        shutil.rmtree(run)
     CONTEXT.set_forkserver_preload(["minirl.train", "minirl.rollout.transformers_server"])
     _, data = prepare(0)
     data += few_rows(data, given.out)

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import gc
 import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from transformers import Qwen3ForCausalLM
 
 from benchmarks import (
     algorithms,
+    chaos,
     gpu_engine,
     gpu_session,
     rollout_driver,
@@ -215,6 +217,20 @@ def test_a_model_of_which_a_part_was_written_is_made_anew(
         random_model("debug", "cpu", torch.float32)
     folder = random_model("debug", "cpu", torch.float32)
     assert (folder / "config.json").exists() and (folder / "model.safetensors").exists()
+
+
+def test_chaos_takes_away_its_own_runs_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("undisturbed", "disturbed_1", "mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").touch()
+    monkeypatch.setattr(chaos.CONTEXT, "set_forkserver_preload", lambda modules: None)
+    monkeypatch.setattr(chaos, "prepare", lambda seed: sys.exit("no policy"))
+    monkeypatch.setattr("sys.argv", ["chaos", f"--out={tmp_path}"])
+    with pytest.raises(SystemExit, match="no policy"):
+        chaos.main()
+    assert list(tmp_path.glob("*/*")) == [tmp_path / "mine" / "metrics.jsonl"]
 
 
 def test_startup_can_write_elsewhere_than_build(
