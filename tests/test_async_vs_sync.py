@@ -89,6 +89,22 @@ def test_a_trace_is_what_was_recorded(tmp_path: Path, text: str) -> None:
     assert {trace.draw(random) for _ in range(50)} == {0.5, 2.0}
 
 
+def test_of_a_long_trace_only_what_is_drawn_is_read() -> None:
+    read = []
+
+    class Recorded:
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, index: int) -> float:
+            read.append(index)
+            return ([0.5] * 100)[index]
+
+    recorded: Any = Recorded()
+    assert Distribution("trace", recorded=recorded).draw(np.random.default_rng(0)) == 0.5
+    assert len(read) == 1
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

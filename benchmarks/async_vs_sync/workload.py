@@ -59,7 +59,7 @@ class Distribution:
             case "lognormal" if self.mean:
                 value = random.lognormal(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
             case "trace":
-                value = random.choice(self.recorded)
+                value = self.recorded[random.integers(len(self.recorded))]
             case _:
                 value = 0.0
         return float(min(value, self.max)) * scale
