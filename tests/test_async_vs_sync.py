@@ -478,6 +478,7 @@ CASES = [{"workload": "search", "conversations": [8]}]
         ([], "mine.yaml: Cannot merge"),
         (3, "mine.yaml: Invalid loaded object type: int"),
         ({"cases": CASES, "seed": -1}, "seed: got -1; 0 or more"),
+        ({"cases": CASES, "steps": {"prompts": 0}}, "search: prompts: got 0; at least 1"),
         (
             {"cases": CASES, "steps": {"over_sample_rate": -0.5}},
             "over_sample_rate: got -0.5; 0 or more",

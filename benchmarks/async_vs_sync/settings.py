@@ -120,24 +120,24 @@ def load_settings(path: Path) -> Settings:
 
 def _check_case(case: Case | WholeSteps, place: str) -> None:
     key = f"{place}: {case.workload}"
-    of_steps = isinstance(case, WholeSteps)
-    name, known = ("arms", STEP_ARMS) if of_steps else ("modes", MODES_IN_TURN)
+    name, known = ("modes", MODES_IN_TURN) if isinstance(case, Case) else ("arms", STEP_ARMS)
     given = getattr(case, name)
     require(bool(given), f"{key}: {name}", given, f"of {', '.join(known)}")
     for arm in given:
         require(arm in known, f"{key}: {name}", arm, f"of {', '.join(known)}")
     require(case.latency_scale >= 0, f"{key}: latency_scale", case.latency_scale, "0 or more")
-    counts = case.conversations if isinstance(case, Case) else [case.prompts]
-    require(min(counts, default=0) > 0, f"{key}: conversations", counts, "name one, or more")
-    for number in case.conversations if isinstance(case, Case) else []:
-        words = f"nothing is run with {number} conversations; set serial_up_to, or more modes"
-        require(bool(case.modes_for(number)), f"{key}: modes", given, words)
-    workload = load_workload(case.workload) if isinstance(case, WholeSteps) else case.load()
-    if isinstance(case, WholeSteps):
-        rate = case.over_sample_rate
+    if isinstance(case, Case):
+        counts = case.conversations
+        require(min(counts, default=0) > 0, f"{key}: conversations", counts, "name one, or more")
+        for number in counts:
+            words = f"nothing is run with {number} conversations; set serial_up_to, or more modes"
+            require(bool(case.modes_for(number)), f"{key}: modes", given, words)
+        case.load()
+    else:
+        rate, response_s = case.over_sample_rate, load_workload(case.workload).response_s
+        require(case.prompts > 0, f"{key}: prompts", case.prompts, "at least 1")
         require(rate >= 0, f"{key}: over_sample_rate", rate, "0 or more")
-        is_tokens = workload.response_key == "response_tokens"
-        require(is_tokens, f"{key}: response_s", workload.response_s, "give response_tokens")
+        require(response_s is None, f"{key}: response_s", response_s, "give response_tokens")
 
 
 def load_workload(name: str) -> Workload:
