@@ -125,7 +125,7 @@ def main() -> None:
 
 ABOUT = """\
 Milliseconds per trajectory of three turns and two tool calls over a scripted engine, which has a
-process of its own, as has each worker; the ratio is to the row without workers."""
+process of its own, as has each worker; the ratio is to the first row of as many conversations."""
 
 if __name__ == "__main__":
     main()
