@@ -45,6 +45,7 @@ from benchmarks.async_vs_sync.workload import Distribution, Plan, Turn, Workload
 from minirl.agent_loop import run_agent_loop
 from minirl.config import Config, ConfigError, load_config
 from minirl.launch import SOCKETS
+from minirl.rollout.manager import TooManyFailuresError
 from minirl.rollout.server import ServerStats
 from minirl.testing import ScriptedServer, byte_tokenizer, make_context
 from minirl.types import TokenOutput, Trajectory
@@ -590,6 +591,13 @@ class PacedEngine(ScriptedEngine):
         return ServerStats(num_running=self.num_running, busy_s=self.busy_s)
 
 
+RUN = {
+    "model": {"dtype": "float32"},
+    "rollout": {"name": f"{__name__}:PacedEngine", "n": 2, "sync_check": None},
+    "trainer": {"device": "cpu"},
+}
+
+
 @pytest.fixture(scope="module")
 async def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole benchmark over a scripted engine: what it left."""
@@ -606,11 +614,7 @@ async def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "short.yaml").write_text(yaml.safe_dump(short))
     given = {
         "model": {},
-        "run": {
-            "model": {"dtype": "float32"},
-            "rollout": {"name": f"{__name__}:PacedEngine", "n": 2, "sync_check": None},
-            "trainer": {"device": "cpu"},
-        },
+        "run": RUN,
         "repetitions": 2,
         "cases": [
             {"workload": f"{folder}/short.yaml", "conversations": [2, 6], "serial_up_to": 2},
@@ -624,6 +628,11 @@ async def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
         "steps": {"workload": f"{folder}/short.yaml", "prompts": 2, "arms": STEP_ARMS[1:]},
     }
+    await run_benchmark(folder, given)
+    return folder
+
+
+async def run_benchmark(folder: Path, given: dict[str, Any]) -> None:
     (folder / "mine.yaml").write_text(yaml.safe_dump(given))
     loaded = load_settings(folder / "mine.yaml")
     write_rows(loaded, 2, folder / "rows.jsonl")
@@ -633,7 +642,20 @@ async def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
         await benchmark(loaded, loaded.cases, folder, False, config)
     finally:
         SOCKETS.remove()
-    return folder
+
+
+async def test_a_case_that_fails_takes_none_of_the_others_with_it(tmp_path: Path) -> None:
+    for name, seconds in (("short", 0.002), ("long", 60)):
+        short = {"about": "", "turns": 1, "prompt_tokens": 8, "response_s": seconds}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(short))
+    cases = [
+        {"workload": f"{tmp_path}/{name}.yaml", "conversations": [1]} for name in ("short", "long")
+    ]
+    with pytest.raises(ExceptionGroup) as caught:
+        await run_benchmark(tmp_path, {"model": {}, "run": RUN, "repetitions": 1, "cases": cases})
+    assert caught.group_contains(TooManyFailuresError, match="its plan is longer than")
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [case["workload"] for case in results["cases"]] == ["short"]
 
 
 def test_all_modes_are_measured_and_the_causes_add_up(measured: Path) -> None:

@@ -21,6 +21,7 @@ from benchmarks.async_vs_sync.report import (
     print_case,
     print_steps,
     write,
+    write_json,
 )
 from benchmarks.async_vs_sync.rollouts import (
     Arm,
@@ -61,6 +62,7 @@ async def benchmark(
                 result = await measure_case(arms, client, settings, case, number)
                 results.cases.append(result)
                 print_case(result)
+                write_json(results, out)  # the next one may fail
         if settings.steps:
             in_steps = step_arms(config, run.inputs, client, device, settings.steps)
             results.steps = await measure_steps(run, in_steps, settings)

@@ -196,11 +196,16 @@ def _print_table(title: str, table: Sequence[Sequence[str]]) -> None:
 
 def write(results: Results, out: Path) -> None:
     """results.json, report.html and a PNG of every picture."""
-    (out / "results.json").write_text(json.dumps(results.to_json(), indent=1) + "\n")
+    write_json(results, out)
     pictures = _pictures(results)
     for name, figure in pictures.items():
         figure.savefig(out / f"{name}.png")
     (out / "report.html").write_text(page(results, pictures), encoding="utf-8")
+
+
+def write_json(results: Results, out: Path) -> None:
+    """results.json."""
+    (out / "results.json").write_text(json.dumps(results.to_json(), indent=1) + "\n")
 
 
 def _pictures(results: Results) -> dict[str, Figure]:
