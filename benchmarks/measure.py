@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import psutil
 import torch
 
 Arms = Mapping[str, Callable[[], Any]]
@@ -27,6 +28,11 @@ def show(results: Mapping[str, Any]) -> None:
     """A line per figure; lists as median and range."""
     for name, value in results.items():
         print(f"  {name:34} {_words(value)}")
+
+
+def spent_s(process: psutil.Process) -> float:
+    """CPU seconds of a process so far."""
+    return sum(process.cpu_times()[:2])
 
 
 def interleave(arms: Arms, repetitions: int) -> dict[str, list[float]]:

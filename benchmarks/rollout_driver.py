@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import uvloop
 
+from benchmarks.measure import spent_s
 from minirl.config import Config, load_config
 from minirl.rollout.manager import AgentLoopManager
 from minirl.rollout.modes import Pace
@@ -171,11 +172,6 @@ async def _measure(
             "peak_kb": (peak - rss) / number / 1e3,
             "tokens": sum(len(t.token_ids) for t in trajectories) / number,
         }
-
-
-def spent_s(process: psutil.Process) -> float:
-    """CPU seconds of a process so far."""
-    return sum(process.cpu_times()[:2])
 
 
 def _start_of_peak() -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.measure import spent_s
 from benchmarks.rollout_driver import open_manager
 from minirl.config import Config
 from minirl.data import load_rows
@@ -141,7 +142,7 @@ async def _compare(
 def _cpu_s() -> float:
     """Of this process and of the engine's."""
     this = psutil.Process()
-    return sum(sum(p.cpu_times()[:2]) for p in [this, *this.children(recursive=True)])
+    return sum(map(spent_s, [this, *this.children(recursive=True)]))
 
 
 def _summary(pairs: list[dict[str, Arm]], turns: int, number: int) -> dict[str, Any]:

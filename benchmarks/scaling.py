@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import uvloop
 
-from benchmarks.measure import ratios
+from benchmarks.measure import ratios, spent_s
 from benchmarks.results import make_parser, start_load, table, write
 from benchmarks.rollout_driver import (
     FORKSERVER,
@@ -27,7 +27,6 @@ from benchmarks.rollout_driver import (
     make_config,
     make_rows,
     open_manager,
-    spent_s,
 )
 from minirl.rollout.manager import AgentLoopManager
 

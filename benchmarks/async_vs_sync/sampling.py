@@ -10,6 +10,7 @@ from typing import Any, Self
 import psutil
 import torch
 
+from benchmarks.measure import spent_s
 from minirl.rollout.server import ServerClient
 
 INTERVAL_S = 0.05
@@ -78,8 +79,8 @@ class Sampler:
                 num_waiting=stats.num_waiting,
                 busy_s=stats.busy_s,
                 num_steps=stats.num_steps,
-                driver_cpu_s=_cpu_s(self._process),
-                engine_cpu_s=sum(map(_cpu_s, self._engine)),
+                driver_cpu_s=spent_s(self._process),
+                engine_cpu_s=sum(map(spent_s, self._engine)),
                 **self._device.read(),
             )
         )
@@ -128,8 +129,3 @@ class Device:
         rates = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
         power_mw = self._nvml.nvmlDeviceGetPowerUsage(self._handle)
         return {"gpu_utilization": rates.gpu / 100, "gpu_power_w": power_mw / 1000}
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
