@@ -28,7 +28,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +36,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_engine import ROOT, Job, decode, decode_eager, sync
+from benchmarks.results import version_of
 
 DEMO_COLUMNS = (
     *("step", "critic/score/mean", "val-core/calculator/acc/mean@1", "actor/grad_norm"),
@@ -52,7 +52,7 @@ def environment(job: Job) -> None:
         "python": platform.python_version(),
         "kernel": platform.release(),
         "num_cores": len(os.sched_getaffinity(0)),
-        "versions": {name: _version(name) for name in packages if _version(name)},
+        "versions": {name: version_of(name) for name in packages if version_of(name)},
         "cuda": torch.version.cuda,
     }
     if torch.cuda.is_available():
@@ -71,13 +71,6 @@ def environment(job: Job) -> None:
             "nvidia_smi": _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv"),
         }
     job.write(results)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _output(*command: str) -> str:

@@ -101,10 +101,11 @@ def provenance(load: float) -> str:
     spec = sys.modules["__main__"].__spec__
     name = spec.name.removesuffix(".__main__") if spec else sys.argv[0]
     command = ["python", "-m", name, *sys.argv[1:]]
+    packages = [f"{name} {number}" for name in PACKAGES if (number := version_of(name))]
     return (
         f"`{shlex.join(word for word in command if word != '--record')}`, "
         f"{datetime.date.today()}, load average {load:.1f} at its start; "
-        f"Python {platform.python_version()}, {', '.join(_versions())}."
+        f"Python {platform.python_version()}, {', '.join(packages)}."
     )
 
 
@@ -113,12 +114,12 @@ def start_load() -> float:
     return os.getloadavg()[0]
 
 
-def _versions() -> Iterable[str]:
-    for package in PACKAGES:
-        try:
-            yield f"{package} {version(package)}"
-        except PackageNotFoundError:
-            continue
+def version_of(package: str) -> str | None:
+    """None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

