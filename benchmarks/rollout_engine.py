@@ -8,7 +8,7 @@ one after another and all conversations at once: no chat, no tools, no rewards, 
 import asyncio
 import time
 from collections import defaultdict
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -89,30 +89,18 @@ async def compare(
         await stack.enter_async_context(server)
         serving = asyncio.create_task(ServerService(server, address, METHODS).serve())
         stack.callback(serving.cancel)
-        return {
-            name: await _compare(
-                server, await stack.enter_async_context(manager), asked, repetitions
-            )
-            for name, asked, manager in (
-                (
-                    "single_turn_agent",
-                    _rows(rows, "single_turn_agent"),
-                    _long_turns(config, address),
-                ),
-                ("tool_agent", _rows(rows, "tool_agent"), open_manager(config, [address])),
-            )
-        }
+        results = {}
+        for name, given in {"single_turn_agent": _long_turns(config), "tool_agent": config}.items():
+            asked = [{**row, "uid": str(i), "agent_name": name} for i, row in enumerate(rows)]
+            manager = await stack.enter_async_context(open_manager(given, [address]))
+            results[name] = await _compare(server, manager, asked, repetitions)
+        return results
 
 
-def _rows(rows: list[dict[str, Any]], agent_name: str) -> list[dict[str, Any]]:
-    return [{**row, "uid": str(i), "agent_name": agent_name} for i, row in enumerate(rows)]
-
-
-def _long_turns(config: Config, address: str) -> AbstractAsyncContextManager[AgentLoopManager]:
+def _long_turns(config: Config) -> Config:
     """So hot that turns are long, up to rollout.response_length."""
     multi_turn = replace(config.rollout.multi_turn, max_tokens_per_turn=None)
-    rollout = replace(config.rollout, temperature=2.0, multi_turn=multi_turn)
-    return open_manager(replace(config, rollout=rollout), [address])
+    return replace(config, rollout=replace(config.rollout, temperature=2.0, multi_turn=multi_turn))
 
 
 async def _compare(
