@@ -151,7 +151,7 @@ def test_shares_of_slow_and_failing_calls() -> None:
     assert np.mean([turn.fails for turn in calls]) == pytest.approx(0.1, abs=0.02)
 
 
-def talk(start: float, *states: tuple[str, float], name: str = "0/0") -> Conversation:
+def talk(start: float, *states: tuple[str, float]) -> Conversation:
     """One that goes through `states` for so many seconds each."""
     spans: dict[str, list[tuple[float, float]]] = {WORKING: [], "tools": [], "held": [], "": []}
     now = start
@@ -161,7 +161,6 @@ def talk(start: float, *states: tuple[str, float], name: str = "0/0") -> Convers
     del spans[""]  # code of rank 0
     tokens = [1] * len(spans[WORKING])
     return Conversation(
-        name=name,
         start=start,
         end=now,
         generating=spans[WORKING],

@@ -32,7 +32,6 @@ TAIL_SHARE = 0.25
 class Conversation:
     """When one was where; the spans of a kind do not overlap."""
 
-    name: str
     start: float
     end: float
     generating: list[Span] = field(default_factory=list)
@@ -48,7 +47,6 @@ class Conversation:
         calls = [(c.start, c.start + c.seconds) for c in trajectory.tool_calls if c.start]
         turns = [(t.start, t.end) for t in trajectory.turns if t.start and t.end]
         return cls(
-            name=f"{trajectory.uid}/{trajectory.sample_index}",
             start=trajectory.start,
             end=trajectory.end,
             generating=turns,
