@@ -2,13 +2,14 @@
 
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
 import torch
+
+from benchmarks.results import words
 
 Arms = Mapping[str, Callable[[], Any]]
 
@@ -25,9 +26,9 @@ def machine() -> dict[str, Any]:
 
 
 def show(results: Mapping[str, Any]) -> None:
-    """A line per figure; lists as median and range."""
+    """A line per figure."""
     for name, value in results.items():
-        print(f"  {name:34} {_words(value)}")
+        print(f"  {name:34} {words(value)}")
 
 
 def spent_s(process: psutil.Process) -> float:
@@ -56,9 +57,3 @@ def _settle() -> None:
 def ratios(seconds: Mapping[str, list[float]], over: str, under: str) -> list[float]:
     """Of two arms, round by round."""
     return [a / b for a, b in zip(seconds[over], seconds[under], strict=True)]
-
-
-def _words(value: Any) -> str:
-    if isinstance(value, list):
-        return f"{statistics.median(value):.4g}   ({min(value):.4g} to {max(value):.4g})"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
