@@ -200,7 +200,7 @@ def main() -> None:
     for round_number in itertools.count(1):
         name, killed = f"disturbed_{round_number}", True
         while killed:
-            death = Death(random.choice([0, *range(1, MOST_PHASES)]), random.random())
+            death = Death(random.randrange(MOST_PHASES), random.random())
             last = death if len(kills) < given.kills else None
             phases, killed = one_life(arguments(name), log_file, last, lengths)
             kills += [phases[-1][0]] * killed

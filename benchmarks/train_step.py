@@ -236,9 +236,8 @@ def measure_logprobs(arguments: argparse.Namespace) -> dict[str, Any]:
 def _difference(left: list[Tensor], right: list[Tensor]) -> float:
     """The largest difference over the largest value."""
     largest = max(float(b.detach().abs().max()) for b in right)
-    return (
-        max(float((a - b).detach().abs().max()) for a, b in zip(left, right, strict=True)) / largest
-    )
+    pairs = zip(left, right, strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs) / largest
 
 
 def _config(arguments: argparse.Namespace) -> Config:

@@ -6,6 +6,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from benchmarks.async_vs_sync.rollouts import CaseResult, Rollout
@@ -86,8 +87,6 @@ def _draw_engine(ax: Axes, rollout: Rollout) -> None:
 
 
 def _state_legend(figure: Figure) -> None:
-    from matplotlib.patches import Patch
-
     handles = [Patch(color=color, label=state) for state, color in STATE_COLORS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
 

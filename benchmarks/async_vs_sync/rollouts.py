@@ -204,7 +204,12 @@ async def measure_case(
     await meter.warm_up()
     await meter.round()
     for repetition in range(settings.repetitions_of(case) + 1):
-        plans = draw(settings, case, number, repetition, meter.speed().token_s)
+        plans = workload.draw(
+            number,
+            settings.seed + repetition,
+            token_s=meter.speed().token_s,
+            latency_scale=case.latency_scale,
+        )
         if repetition == 0:  # warms up
             await arms[list(figures)[-1]].rollout(_prompts(plans), step=0)
             continue
@@ -238,18 +243,6 @@ def newly_read(trajectory: Trajectory) -> list[int]:
     spans = zip(trajectory.turn_ends, sampled_per_turn(trajectory), trajectory.turns, strict=True)
     start = len(trajectory.prompt_ids)
     return [start + end - sampled - turn.num_cached_tokens for end, sampled, turn in spans]
-
-
-def draw(
-    settings: Settings, case: Case, number: int, repetition: int, token_s: float
-) -> list[Plan]:
-    """The conversations of a repetition."""
-    return case.load().draw(
-        number,
-        settings.seed + repetition,
-        token_s=token_s,
-        latency_scale=case.latency_scale,
-    )
 
 
 def _prompts(plans: Sequence[Plan]) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ import asyncio
 import time
 from dataclasses import asdict, dataclass
 from statistics import mean
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
@@ -40,9 +39,8 @@ class Sample:
 class Sampler:
     """Samples every INTERVAL_S inside `async with`, and once at its begin and end."""
 
-    def __init__(self, client: ServerClient, device: "Device | None" = None) -> None:
-        self._client = client
-        self._device = device or Device()
+    def __init__(self, client: ServerClient, device: "Device") -> None:
+        self._client, self._device = client, device
         self._process = psutil.Process()
         self._engine = self._process.children(recursive=True)
         self.samples: list[Sample] = []
@@ -52,17 +50,12 @@ class Sampler:
         self._sampling = asyncio.create_task(self._sample())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._sampling.cancel()
         await asyncio.wait([self._sampling])
-        if not self._sampling.cancelled() and kind is None:
-            self._sampling.result()  # raises what ended it
         if kind is None:
+            if not self._sampling.cancelled():
+                self._sampling.result()  # raises what ended it
             await self._take()
 
     async def _sample(self) -> None:
