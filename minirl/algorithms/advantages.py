@@ -291,8 +291,9 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _scores(inputs: AdvantageInputs) -> Tensor:
-    """r_i [B]."""
-    return _per_sample(inputs.token_rewards.sum(1), inputs)
+    """r_i [B]; summed in float64, or equal ones would differ by which turns earned them."""
+    total = inputs.token_rewards.sum(1, dtype=torch.float64)
+    return _per_sample(total.to(inputs.token_rewards.dtype), inputs)
 
 
 def _per_sample(x: Tensor, inputs: AdvantageInputs) -> Tensor:

@@ -366,6 +366,20 @@ def test_equal_rewards_carry_no_signal(name, full_inputs):
     assert (compute_advantages(name, inputs)[0] == 0).all()
 
 
+def test_rewards_are_equal_whatever_turns_earned_them():
+    """1 and twice 0.2, whose sum in float32 depends on where they stand."""
+    draw = torch.Generator().manual_seed(0)
+    rewards = torch.zeros(64, 200)
+    rewards.scatter_(1, torch.rand(64, 199, generator=draw).topk(2).indices, 0.2)[:, -1] = 1.0
+    assert len(rewards.sum(1).unique()) > 1
+    inputs = AdvantageInputs(
+        token_rewards=rewards,
+        response_mask=torch.ones(64, 200),
+        group_ids=torch.zeros(64, dtype=torch.int64),
+    )
+    assert (compute_advantages("grpo", inputs)[0] == 0).all()
+
+
 def test_equal_reward_fraction():
     inputs = outcome([0.1, 0.1, 0.1, 1.0, 0.0, 5.0], [4, 4, 4, 8, 8, 9])
     assert equal_reward_fraction(inputs) == pytest.approx(2 / 3)
