@@ -134,7 +134,7 @@ def _mismatch_metrics(batch: _Batch, old: Tensor, rollout: Tensor) -> dict[str, 
     log_rho = batch.sequences.sum(x)[batch.valid]
     return {
         "kl": batch.mean(-x),
-        "k3_kl": batch.mean(x.exp() - x - 1),
+        "k3_kl": batch.mean(x.expm1() - x),
         "training_ppl": train_log_ppl.exp().mean(),
         "training_log_ppl": train_log_ppl.mean(),
         "rollout_ppl": rollout_log_ppl.exp().mean(),
@@ -232,7 +232,7 @@ def _statistic(batch: _Batch, name: str) -> Tensor:
         raise ValueError(f"rollout_rs: no option {name!r}{nearest(name, RS_OPTIONS)}")
     level, _, kind = name.rpartition("_")
     x = _safe(batch.x)
-    per_token = {"k1": -x, "k2": 0.5 * x.square(), "k3": x.exp() - 1 - x}[kind]
+    per_token = {"k1": -x, "k2": 0.5 * x.square(), "k3": x.expm1() - x}[kind]
     if level == "token":
         return per_token
     if level == "seq_sum":

@@ -65,12 +65,12 @@ def k2(x: Tensor) -> Tensor:
 @KL_KINDS.register("k3")
 @KL_KINDS.register("low_var_kl")
 def k3(x: Tensor) -> Tensor:
-    """exp(-x) - 1 + x, x cut to +-20, the result to +-10: unbiased, low variance, never negative.
+    """exp(-x) - 1 + x, x cut to +-20, the result to 10: unbiased, of low variance, never negative.
 
     Paper: Schulman, Approximating KL divergence, 2020; the cuts are verl's.
     """
     x = x.clamp(-20, 20)
-    return (torch.exp(-x) - 1 + x).clamp(-10, 10)
+    return (torch.expm1(-x) + x).clamp(max=10)
 
 
 def apply_kl_penalty(

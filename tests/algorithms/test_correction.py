@@ -44,6 +44,12 @@ def test_off_is_metrics_only():
     assert result.metrics == pytest.approx({f"rollout_corr/{k}": v for k, v in expected.items()})
 
 
+def test_a_small_mismatch_is_no_rounding():
+    x = torch.full((1, 3), 1e-4)
+    result = rollout_correction(x, torch.zeros(1, 3), torch.ones(1, 3))
+    assert result.metrics["rollout_corr/k3_kl"] == pytest.approx(5e-9, rel=1e-3)
+
+
 def test_truncated_token_weights():
     result = correct(rollout_is="token", rollout_is_threshold=1.5)
     expected = torch.tensor([[1.5, 0.5, 0, 1.5], [0.4, 1, 0, 0], [0] * 4], dtype=F64)

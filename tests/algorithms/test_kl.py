@@ -36,6 +36,13 @@ def test_value_with_and_without_plus(kind):
     assert kl_estimate(X + ref, ref, kind + "+").tolist() == pytest.approx(value_of(kind))
 
 
+def test_k3_of_small_differences_is_no_rounding():
+    x = torch.tensor([1e-5, -1e-4, 3e-4])
+    torch.testing.assert_close(
+        kl_estimate(x, torch.zeros(3), "k3"), x.square() / 2, rtol=1e-3, atol=0
+    )
+
+
 @pytest.mark.parametrize("kind", list(KL_KINDS))
 def test_gradient(kind):
     logp = X[1:].clone().requires_grad_()  # where nothing is cut
