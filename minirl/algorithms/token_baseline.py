@@ -16,7 +16,7 @@ from minirl.algorithms.advantages import (
     spread_sampled,
 )
 from minirl.algorithms.requirements import requires
-from minirl.algorithms.segments import Groups
+from minirl.algorithms.segments import Segments
 from minirl.types import AdvantageInputs
 
 
@@ -26,18 +26,15 @@ def optimal_token_baseline(inputs: AdvantageInputs, *, handle_zero_tail: bool = 
     """A_t = G_t - sum_j G_jt W_jt / sum_j W_jt, W_t = sum_{s<=t} (1 - 2 pi_s + sum_v pi_{s,v}^2).
 
     G is the reward-to-go, j runs over the group's trajectories that sampled a token at position t.
-    `handle_zero_tail`: where the longest trajectory has outlived all others the baseline is 0, not
-    its own G. The term in W is `inputs.logprob_stats`.
+    `handle_zero_tail`: where one conversation has outlived all others the baseline is 0, not its
+    own G. The term in W is `inputs.logprob_stats`.
 
     Paper: Li et al., The optimal token baseline, 2026.
     """
     rewards_to_go = discounted_sum(inputs.token_rewards * inputs.response_mask, 1.0)
     assert inputs.logprob_stats is not None
     energy = (inputs.logprob_stats * inputs.response_mask).cumsum(1)
-    groups = groups_of(inputs)
-    baseline = _token_baseline(
-        rewards_to_go, energy, inputs.response_mask, groups, handle_zero_tail
-    )
+    baseline = _token_baseline(inputs, rewards_to_go, energy, handle_zero_tail)
     return rewards_to_go - baseline, rewards_to_go
 
 
@@ -65,20 +62,18 @@ def tir_optimal_token_baseline(
 
 
 def _token_baseline(
-    rewards_to_go: Tensor, energy: Tensor, mask: Tensor, groups: Groups, zero_tail: bool
+    inputs: AdvantageInputs, rewards_to_go: Tensor, energy: Tensor, zero_tail: bool
 ) -> Tensor:
     """sum(G W) / sum(W) per group and position, [B, T]."""
+    mask, groups = inputs.response_mask, groups_of(inputs)
     weight = energy * mask * groups.shares[:, None]
     baseline = groups.spread(groups.sum(rewards_to_go * weight) / (groups.sum(weight) + 1e-8))
+    if zero_tail:
+        to_come = discounted_sum(mask, 1.0)  # tokens of the conversation, in any of its stretches
+        if inputs.sample_ids is not None:
+            samples = Segments.of_groups(inputs.sample_ids)
+            to_come = samples.spread(samples.sum(to_come))
+        alive = groups.sum((to_come > 0) * groups.shares[:, None]).round()
+        baseline = torch.where(groups.spread(alive) > 1, baseline, 0.0)
     alone = (group_size(groups, mask.dtype) == 1)[:, None]
-    baseline = torch.where(alone, rewards_to_go, baseline)
-    if zero_tail and mask.any():  # else there may be no position at all
-        positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-        ends = (mask * positions).amax(1)  # [B], length up to the last sampled token
-        longest = groups.spread(groups.max(ends))
-        is_longest = ends == longest
-        second = groups.spread(groups.max(ends.masked_fill(is_longest, -torch.inf)))
-        tied = groups.spread(groups.sum(is_longest * groups.shares).round()) > 1
-        second = torch.where(tied, longest, second)
-        baseline = torch.where(~alone & (positions > second[:, None]), 0.0, baseline)
-    return baseline
+    return torch.where(alone, rewards_to_go, baseline)

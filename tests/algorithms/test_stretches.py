@@ -91,3 +91,20 @@ def test_a_baseline_per_position_weighs_the_stretches_of_a_conversation_as_one(n
     inputs = inputs_of(rows, logprob_stats=torch.ones(3, 6, dtype=F64))
     advantages, _ = compute_advantages(name, inputs)
     assert advantages[:, 0].tolist() == pytest.approx([0.5, 0.5, -0.5])
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([4, 1, 1], 4, [0.5, 0.75, 0.75, 0.75]),  # a third of the weight, and all of it
+        ([4, 3], 1, [0.5, 1.0, 1.0, 1.0]),  # two stretches that are left are one conversation
+    ],
+)
+def test_a_tail_is_what_one_conversation_has_for_itself(
+    name: str, first: list[int], second: int, expected: list[float]
+) -> None:
+    rows = [*((0, 0, 1.0, length) for length in first), (0, 1, 0.0, second)]
+    inputs = inputs_of(rows, logprob_stats=torch.ones(len(rows), 6, dtype=F64))
+    advantages, _ = compute_advantages(name, inputs)
+    assert advantages[0, :4].tolist() == pytest.approx(expected)
