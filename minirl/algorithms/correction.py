@@ -154,7 +154,7 @@ def _importance_weights(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     if level not in ("token", "sequence"):
         raise ValueError(f"rollout_is: got {level!r}; one of null, token, sequence")
-    lower, upper = _bounds("rollout_is_threshold", threshold)
+    lower, upper = _ratio_bounds("rollout_is_threshold", threshold)
     x = batch.x if level == "token" else batch.sequences.spread(batch.sequences.sum(batch.x))
     raw = _safe(x).exp() * batch.mask
     inside = (raw <= upper) & (raw >= (lower or 0.0))
@@ -259,14 +259,25 @@ def _split_thresholds(names: list[str], thresholds: Threshold | None) -> list[Th
 
 
 def _rs_bounds(name: str, threshold: Threshold) -> tuple[float, float]:
-    lower, upper = _bounds("rollout_rs_threshold", threshold)
     if name.endswith("k1"):
+        lower, upper = _ratio_bounds("rollout_rs_threshold", threshold)
         return math.log(lower or 1 / upper), math.log(upper)
+    lower, upper = _bounds("rollout_rs_threshold", threshold)
     if lower is not None:
         raise ValueError(
             f"rollout_rs_threshold: got {threshold!r}; {name} takes an upper bound only"
         )
     return -math.inf, upper
+
+
+def _ratio_bounds(key: str, threshold: Threshold) -> tuple[float | None, float]:
+    lower, upper = _bounds(key, threshold)
+    if upper < 1:
+        raise ValueError(
+            f"{key}: got {threshold!r}; must be at least 1, which is the ratio where both agree (a "
+            "pair needs two points, as in 0.5_5.0: YAML takes 0.5_5 for 0.55)"
+        )
+    return lower, upper
 
 
 def _bounds(key: str, threshold: Threshold) -> tuple[float | None, float]:

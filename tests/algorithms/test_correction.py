@@ -189,6 +189,8 @@ def test_probs_diff():
         ({"rollout_is": "token", "rollout_is_threshold": "2_1"}, "rollout_is_threshold: got '2_1'"),
         ({"rollout_is": "token", "rollout_is_threshold": 0}, "rollout_is_threshold: got 0"),
         ({"rollout_is": "token", "rollout_is_threshold": "high"}, "got 'high'; write a number"),
+        ({"rollout_is": "token", "rollout_is_threshold": 0.55}, "got 0.55; must be at least 1"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "got 0.5; must be at least 1"),
         ({"rollout_rs": "token_k1"}, "rollout_rs_threshold: got null"),
         ({"rollout_rs": "token_k4", "rollout_rs_threshold": 2}, "did you mean 'token_k"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "1_2"}, "takes an upper bound only"),
