@@ -12,6 +12,7 @@ The first line of each docstring is the formula and the line `Paper:` its source
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,21 +29,25 @@ ADV_ESTIMATORS: Registry[Callable[..., Advantages]] = Registry("advantage estima
 """Functions of AdvantageInputs; keyword-only arguments are options."""
 
 STD_EPSILON = 1e-6
+OF_SAMPLED_TOKENS = ("values", "logprob_stats", "logprobs", "hinted_logprobs")
 
 
 def compute_advantages(name: str, inputs: AdvantageInputs, **options: object) -> Advantages:
     """Run the estimator `name` (registered, or `package.module:function`) without gradients.
 
-    Returns advantages and returns [B, T], of the rewards' type (ranks exchange them, whatever the
-    estimator computes in), exactly 0 where `response_mask` is 0. Raises ValueError for an unknown
-    name or option, and when an input that the estimator declares is missing.
+    The estimator sees 0 where `response_mask` is 0 in all but the rewards. Returns advantages and
+    returns [B, T], of the rewards' type (ranks exchange them, whatever the estimator computes in),
+    exactly 0 there. Raises ValueError for an unknown name or option, and when an input that the
+    estimator declares is missing.
     """
     estimator = ADV_ESTIMATORS.build(name, options)
     needed = requirements(ADV_ESTIMATORS.find(name))
     needed.check_inputs(f"advantage estimator {name!r}", inputs)
     masked, dtype = inputs.response_mask == 0, inputs.token_rewards.dtype
+    given = {name: getattr(inputs, name) for name in OF_SAMPLED_TOKENS}
+    zeroed = {k: v.masked_fill(masked, 0.0) for k, v in given.items() if v is not None}
     with torch.no_grad():
-        advantages, returns = (x.to(dtype) for x in estimator(inputs))
+        advantages, returns = (x.to(dtype) for x in estimator(replace(inputs, **zeroed)))
     return advantages.masked_fill(masked, 0.0), returns.masked_fill(masked, 0.0)
 
 
@@ -69,9 +74,8 @@ def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 1.0) -> Adv
     """
     assert inputs.values is not None
     order = sampled_first(inputs.response_mask)
-    mask = inputs.response_mask.gather(1, order)
-    rewards = inputs.token_rewards.gather(1, order) * mask
-    values = inputs.values.gather(1, order) * mask
+    rewards = (inputs.token_rewards * inputs.response_mask).gather(1, order)
+    values = inputs.values.gather(1, order)
     next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
     delta = rewards + gamma * next_values - values
     raw = discounted_sum(delta, gamma * lam)
@@ -246,8 +250,8 @@ def cpo(
         raise ValueError(f"weight_clip: got {weight_clip!r}; must be at least 1")
     advantages, _ = grpo(inputs, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)
     mask = inputs.response_mask
-    log_ratio = (inputs.hinted_logprobs - inputs.logprobs).masked_fill(mask == 0, 0.0)
-    weights = log_ratio.exp().clamp(1 / weight_clip, weight_clip)
+    ratio = (inputs.hinted_logprobs - inputs.logprobs).exp()
+    weights = ratio.clamp(1 / weight_clip, weight_clip)
     weights = weights / (
         (weights * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     )

@@ -33,7 +33,7 @@ def optimal_token_baseline(inputs: AdvantageInputs, *, handle_zero_tail: bool = 
     """
     rewards_to_go = discounted_sum(inputs.token_rewards * inputs.response_mask, 1.0)
     assert inputs.logprob_stats is not None
-    energy = (inputs.logprob_stats * inputs.response_mask).cumsum(1)
+    energy = inputs.logprob_stats.cumsum(1)
     baseline = _token_baseline(inputs, rewards_to_go, energy, handle_zero_tail)
     return rewards_to_go - baseline, rewards_to_go
 

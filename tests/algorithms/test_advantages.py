@@ -280,7 +280,7 @@ def test_masked_positions_get_nothing_and_change_nothing(name, full_inputs):
         group_ids=full_inputs.group_ids,
         greedy_rewards=full_inputs.greedy_rewards,
         reward_components=full_inputs.reward_components,
-        **{name: getattr(full_inputs, name).masked_fill(masked, 1e3) for name in ARRAYS[2:]},
+        **{name: getattr(full_inputs, name).masked_fill(masked, torch.nan) for name in ARRAYS[2:]},
     )
     for before, after in zip(clean, compute_advantages(name, dirty), strict=True):
         assert (before[masked] == 0).all() and before.isfinite().all() and before.abs().max() > 0
