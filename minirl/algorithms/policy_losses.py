@@ -200,12 +200,12 @@ def dppo_tv(
     clip_ratio: float = 0.2,
     clip_ratio_low: float | None = None,
     clip_ratio_high: float | None = None,
-    clip_ratio_c: float = 20.0,
+    clip_ratio_c: float = 3.0,
 ) -> Loss:
     """-A sg(min(ratio, c)) logp where pi - pi_old <= high (A > 0), >= -low (A <= 0); 0 elsewhere.
 
-    The sides are thresholds of total variation, not of the ratio: `clip_ratio`'s usual value is
-    not a good one here. c is `clip_ratio_c`; the paper wants it large.
+    The sides are thresholds of total variation, not of the ratio, and c, which is `clip_ratio_c`,
+    is wanted large by the paper, say 20: the usual values of both are not good ones here.
 
     Paper: Qi et al., Rethinking the trust region in LLM reinforcement learning, 2026.
     """
@@ -222,7 +222,7 @@ def dppo_kl(
     clip_ratio: float = 0.2,
     clip_ratio_low: float | None = None,
     clip_ratio_high: float | None = None,
-    clip_ratio_c: float = 20.0,
+    clip_ratio_c: float = 3.0,
 ) -> Loss:
     """As dppo_tv, with the KL of (pi_old, 1 - pi_old) and (pi, 1 - pi) as the divergence.
 

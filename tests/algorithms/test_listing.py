@@ -6,8 +6,16 @@ import sys
 
 import pytest
 
-from minirl.algorithms import ADV_ESTIMATORS, POLICY_LOSSES, requirements, requires
+from minirl.algorithms import (
+    ADV_ESTIMATORS,
+    KL_CONTROLLERS,
+    POLICY_LOSSES,
+    requirements,
+    requires,
+)
 from minirl.algorithms.__main__ import SECTIONS
+from minirl.config.algorithm import AlgorithmConfig, CPOConfig, KLControlConfig
+from minirl.config.model import ActorConfig
 
 
 def test_every_entry_has_a_formula_and_a_paper():
@@ -26,6 +34,17 @@ def test_the_command_lists_every_name():
         assert section in page
         assert set(registry) <= listed
     assert "-A logp: the plain policy gradient." in page
+
+
+def test_options_that_are_keys_have_the_defaults_of_the_config():
+    """What the listing says of them is what a run without that key computes with."""
+    keys = (
+        vars(AlgorithmConfig()) | vars(CPOConfig()) | vars(KLControlConfig()) | vars(ActorConfig())
+    )
+    for registry in (ADV_ESTIMATORS, KL_CONTROLLERS, POLICY_LOSSES):
+        for name in registry:
+            for option in inspect.signature(registry.find(name)).parameters.values():
+                assert option.default == keys.get(option.name, option.default), (name, option)
 
 
 def test_declarations():
