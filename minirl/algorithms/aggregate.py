@@ -2,8 +2,8 @@
 
 The denominators are global: sampled tokens, or sequences, of the whole mini-batch on all ranks. The
 parts that micro-batches and ranks contribute then simply add up, and neither the loss nor its
-gradient depends on how the batch was cut. Where ranks average their gradients (FSDP), the trainer
-multiplies by the number of ranks.
+gradient depends on how the batch was cut. Ranks add their gradients: FSDP would average them, and
+the trainer tells it not to.
 """
 
 from collections.abc import Callable
