@@ -151,7 +151,7 @@ def rloo(inputs: AdvantageInputs) -> Advantages:
     Paper: Ahmadian et al., Back to basics, 2024.
     """
     groups = groups_of(inputs)
-    n = group_size(groups, inputs.token_rewards.dtype)
+    n = groups.spread(groups.size())
     return _outcome(n / (n - 1).clamp(min=1) * _centred(_scores(inputs), groups), inputs)
 
 
@@ -273,7 +273,7 @@ def groups_of(inputs: AdvantageInputs) -> Groups:
     """Trajectories of one prompt; one without a sampled token (it failed) is by itself."""
     failed = inputs.response_mask.sum(1) == 0
     groups = Segments.of_groups(_apart(inputs.group_ids, failed))
-    shares = torch.ones_like(inputs.token_rewards[:, :1].sum(1))
+    shares = inputs.token_rewards.new_ones(len(failed))
     if inputs.sample_ids is not None:
         samples = Segments.of_groups(_apart(inputs.sample_ids, failed))
         shares = shares / samples.spread(samples.sum(shares))
@@ -316,11 +316,6 @@ def _outcome(per_trajectory: Tensor, inputs: AdvantageInputs) -> Advantages:
     return advantages, advantages
 
 
-def group_size(groups: Groups, dtype: torch.dtype) -> Tensor:
-    """n at each trajectory [B]."""
-    return groups.spread(groups.size()).to(dtype)
-
-
 def _above_lowest(scores: Tensor, groups: Segments) -> Tensor:
     """r_i - the group's lowest: equal rewards give exactly 0, not rounding noise / 1e-6."""
     return scores + groups.spread(groups.max(-scores))
@@ -334,8 +329,8 @@ def _centred(scores: Tensor, groups: Groups) -> Tensor:
 
 def _group_std(scores: Tensor, groups: Groups) -> Tensor:
     """sigma_g at each trajectory; 0 in a group of one."""
-    squares = groups.spread(groups.sum(_centred(scores, groups).square() * groups.shares))
-    return (squares / (group_size(groups, scores.dtype) - 1).clamp(min=1)).sqrt()
+    squares = groups.sum(_centred(scores, groups).square() * groups.shares)
+    return groups.spread((squares / (groups.size() - 1).clamp(min=1)).sqrt())
 
 
 def _group_relative(scores: Tensor, groups: Groups, by_std: bool) -> Tensor:

@@ -10,7 +10,6 @@ from minirl.algorithms.advantages import (
     ADV_ESTIMATORS,
     Advantages,
     discounted_sum,
-    group_size,
     groups_of,
     sampled_first,
     spread_sampled,
@@ -75,5 +74,5 @@ def _token_baseline(
             to_come = samples.spread(samples.sum(to_come))
         alive = groups.sum((to_come > 0) * groups.shares[:, None]).round()
         baseline = torch.where(groups.spread(alive) > 1, baseline, 0.0)
-    alone = (group_size(groups, mask.dtype) == 1)[:, None]
-    return torch.where(alone, rewards_to_go, baseline)
+    alone = groups.spread(groups.size()) == 1
+    return torch.where(alone[:, None], rewards_to_go, baseline)
