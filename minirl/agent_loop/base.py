@@ -222,9 +222,11 @@ class AgentLoopBase(ABC):
     ) -> bool:
         """Append tool or user messages and the start of the next turn, and return True.
 
-        When no token would be left for that turn, append nothing, end the trajectory
-        (`observation_too_long`) and return False.
+        When the trajectory has ended already, append nothing and return False; so too when no token
+        would be left for that turn, which ends it (`observation_too_long`).
         """
+        if trajectory.termination is not None:
+            return False
         size = sum(len(str(m.get("content"))) for m in messages)
         token_ids = await off_loop(size, self.chat.observation, messages, tools or None)
         if len(token_ids) >= self.room(trajectory):

@@ -135,8 +135,20 @@ async def test_a_trajectory_ends_once():
     await loop.generate(trajectory, {})
     loop.finish(trajectory, "aborted")
     assert loop.finish(trajectory, "stop").termination == "aborted"
+    assert not await loop.append_observation(trajectory, [{"role": "user", "content": "Go on."}])
     assert await loop.generate(trajectory, {}) == ""  # and asks the engine for nothing
     assert trajectory.num_turns == 1
+
+
+async def test_a_loop_that_does_not_look_whether_its_turn_was_cut():
+    settings = ["rollout.multi_turn.max_tokens_per_turn=5"]
+    server = ScriptedServer(TOKENIZER, ["long " * 9, "a", "b"])
+    loop = Rewriting(make_context(server, overrides=settings))
+    trajectories = await run_agent_loop(loop, {}, {"raw_prompt": QUESTION})
+    assert [(t.termination, t.num_turns, t.error) for t in trajectories] == [
+        ("turn_length", 1, None),
+        ("stop", 2, None),
+    ]
 
 
 @pytest.fixture
