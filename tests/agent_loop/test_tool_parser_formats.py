@@ -43,6 +43,8 @@ SCHEMAS = {
             "seat": {"$ref": "#/$defs/Seat"},
             "tags": {"type": "array"},
             "code": {"enum": ["1", "2"]},
+            "lost": {"$ref": "#/$defs/missing"},
+            "word": {"type": "string", "pattern": r"\p{L}"},  # which is none of Python's
         },
     }
 }
@@ -71,6 +73,8 @@ SCHEMAS = {
         ("tags", '["a", 1]', ["a", 1]),
         ("tags", "['a']", "['a']"),
         ("code", "1", "1"),
+        ("lost", "1", 1),
+        ("word", "1", "1"),
         ("unknown", "[1]", [1]),
         ("unknown", '"quoted"', '"quoted"'),
         ("unknown", "NaN", "NaN"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, ValidationError
 
 from minirl.agent_loop.tool_parser.base import (
     MAX_DEPTH,
@@ -99,10 +99,7 @@ def _typed(text: str, key: str, schema: Mapping[str, Any]) -> Any:
     if len(readings) == 1:
         return readings[0]
     validator = Draft202012Validator(schema)
-    problems = [
-        [e for e in validator.iter_errors({key: value}) if list(e.path)[:1] == [key]]
-        for value in readings
-    ]
+    problems = [_problems(validator, key, value) for value in readings]
     for value, errors in zip(readings, problems, strict=True):
         if not errors:
             return value
@@ -110,6 +107,14 @@ def _typed(text: str, key: str, schema: Mapping[str, Any]) -> Any:
         if not any(e.validator == "type" and len(e.path) == 1 for e in errors):
             return value
     return text
+
+
+def _problems(validator: Draft202012Validator, key: str, value: Any) -> list[ValidationError]:
+    try:
+        errors = list(validator.iter_errors({key: value}))
+    except Exception:  # of a reference to nowhere, or a pattern that is none: it says nothing
+        return []
+    return [e for e in errors if list(e.path)[:1] == [key]]
 
 
 def _readings(text: str) -> list[Any]:
