@@ -176,17 +176,21 @@ class AgentLoopBase(ABC):
         self, trajectory: Trajectory, text: str, calls: list[ToolCall]
     ) -> Termination | None:
         """Why the turn just sampled is the last one; None when its calls are to be run."""
-        stop_when = self.context.stop_when
         num_run = sum(record.status != "not_run" for record in trajectory.tool_calls)
         if trajectory.termination is not None:
             return trajectory.termination
-        if not calls or (stop_when is not None and stop_when.search(text)):
+        if not calls or self._is_final(text):
             return "stop"
         if reason := self.limit_reached(trajectory):
             return reason
         if is_reached(num_run, self.config.rollout.multi_turn.max_tool_calls):
             return "max_tool_calls"
         return None
+
+    def _is_final(self, text: str) -> bool:
+        """Whether a turn ends the conversation by rollout.multi_turn.stop_when."""
+        stop_when = self.context.stop_when
+        return stop_when is not None and stop_when.search(text) is not None
 
     def limit_reached(self, trajectory: Trajectory) -> Termination | None:
         """The limit of turns that forbids another observation; None when there may be one."""

@@ -82,6 +82,12 @@ async def test_a_limit_ends_it(limit: str) -> None:
     assert trajectory.response_mask[-1] == 1
 
 
+async def test_a_turn_that_says_stop_is_not_answered() -> None:
+    settings = "rollout.multi_turn.stop_when='####'"
+    trajectory, _ = await converse(["10", "#### 15", "13"], row(number=13), settings)
+    assert (trajectory.termination, trajectory.num_turns) == ("stop", 2)
+
+
 class Recorder(Interaction):
     log: ClassVar[list[Any]] = []
 
