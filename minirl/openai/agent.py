@@ -6,7 +6,12 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from minirl.agent_loop.base import AgentLoopBase, AgentLoopContext, AgentLoopOutput
+from minirl.agent_loop.base import (
+    AgentLoopBase,
+    AgentLoopContext,
+    AgentLoopOutput,
+    ServerError,
+)
 from minirl.openai.conversation import Conversation
 from minirl.openai.endpoint import Access
 from minirl.registry import locate
@@ -56,6 +61,8 @@ class OpenAIAgentLoop(AgentLoopBase):
         call = self._agent if _is_async(self._agent) else _in_thread(self._agent)
         try:
             return await conversation.run(call(**given, row=row))
+        except ServerError:
+            raise
         except Exception:
             if conversation.limit is None:
                 raise

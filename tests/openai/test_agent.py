@@ -121,12 +121,18 @@ async def test_an_agent_that_asks_somebody_else_has_failed(tmp_path: Path) -> No
         assert t.termination == "error" and "made no request" in (t.error or "")
 
 
-async def test_a_lost_engine_is_no_failure_of_the_agent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_cut", [0, 1])
+async def test_a_lost_engine_is_no_failure_of_the_agent(tmp_path: Path, num_cut: int) -> None:
+    """Nor a limit that it gives up at, when its answer before was cut."""
+
     async def lost(request_id: str, turn: int, prompt_ids: list[int]) -> str:
+        if turn < num_cut:
+            return "long " * 9
         raise ServerError("the engine died")
 
+    limit = "rollout.multi_turn.max_tokens_per_turn=9"
     with pytest.raises(ServerError, match="the engine died"):
-        async with running(tmp_path, "endless", lost):
+        async with running(tmp_path, "endless", lost, limit):
             pass
 
 
