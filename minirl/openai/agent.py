@@ -58,9 +58,8 @@ class OpenAIAgentLoop(AgentLoopBase):
 
     async def _call(self, conversation: Conversation, access: Access, row: dict[str, Any]) -> Any:
         given = {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
-        call = self._agent if _is_async(self._agent) else _in_thread(self._agent)
         try:
-            return await conversation.run(call(**given, row=row))
+            return await conversation.run(_answer(self._agent, **given, row=row))
         except ServerError:
             raise
         except Exception:
@@ -84,12 +83,10 @@ def load_agent(path: Any) -> Callable[..., Any]:
     return agent
 
 
-def _is_async(agent: Callable[..., Any]) -> bool:
-    return any(map(inspect.iscoroutinefunction, (agent, vars(type(agent)).get("__call__"))))
-
-
-def _in_thread(agent: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda **given: run_in_thread(agent, **given)
+async def _answer(agent: Callable[..., Any], **given: Any) -> Any:
+    """What it returns; an async one, also in a plain decorator, hands out what is to be awaited."""
+    result = await run_in_thread(agent, **given)
+    return await result if inspect.isawaitable(result) else result
 
 
 def _is_reward(result: Any) -> bool:

@@ -47,7 +47,19 @@ class Assistant:
         await one_question(**given)
 
 
-assistant = Assistant()
+class Heir(Assistant):
+    """Has inherited what is called."""
+
+
+assistant, heir = Assistant(), Heir()
+
+
+def traced(agent: Any) -> Any:
+    """A plain decorator."""
+    return lambda **given: agent(**given)
+
+
+decorated = traced(one_question)
 
 
 async def fails(**given: Any) -> None:

@@ -50,7 +50,7 @@ async def running(
         await context.endpoint.aclose()
 
 
-@pytest.mark.parametrize("agent", ["one_question", "assistant"])
+@pytest.mark.parametrize("agent", ["one_question", "assistant", "heir", "decorated"])
 async def test_the_reward_function_scores_what_is_not_scored(tmp_path: Path, agent: str) -> None:
     async with running(tmp_path, agent, ["42"], uid="0-3") as ([trajectory], script):
         check_tokens([trajectory], script)
