@@ -90,12 +90,13 @@ def read_turn(text: str, parser: ToolParser, schemas: Schemas) -> tuple[str, lis
     return "\n".join([turn.content, *malformed]).strip(), calls
 
 
-def make_calls(calls: list[tuple[str, str]], output: TokenOutput, seed: Any) -> list[dict]:
-    """OpenAI's call objects. The ids are the same for the same seed, since some templates render
-    them; nine letters and digits, which is what Mistral's want."""
+def make_calls(calls: list[tuple[str, str]], output: TokenOutput, *place: Any) -> list[dict]:
+    """OpenAI's call objects. The ids are the same for the same `place`, the seed and the number of
+    messages before, since some templates render them; nine letters and digits, which is what
+    Mistral's want."""
     made = []
     for number, (name, arguments) in enumerate(calls):
-        digest = hashlib.blake2b(json.dumps([seed, number, output.token_ids]).encode())
+        digest = hashlib.blake2b(json.dumps([*place, number, output.token_ids]).encode())
         function = {"name": name, "arguments": arguments}
         made.append({"id": digest.hexdigest()[:9], "type": "function", "function": function})
     return made

@@ -147,7 +147,7 @@ def _read(
         reason = "length"
     choice = Choice(
         content=content,
-        calls=make_calls(calls, output, seed),
+        calls=make_calls(calls, output, seed, len(request.messages)),
         finish_reason=reason,
         logprobs=token_logprobs(output, context.chat) if request.logprobs else None,
     )

@@ -67,6 +67,15 @@ def arguments_anew(message: Any) -> dict[str, Any]:
     return sent
 
 
+async def test_calls_have_ids_of_their_own() -> None:
+    """Also the same calls in another turn, where no request has a seed."""
+    async with talking(lambda *_: TWO_CALLS, params={"temperature": 1.0}) as talk:
+        messages: list[Any] = [ASK]
+        first = await talk.say(messages, tools=[ADD])
+        second = await talk.say([*messages, *results(first, "one", "two")], tools=[ADD])
+    assert len({c.id for c in (*first.tool_calls, *second.tool_calls)}) == 4
+
+
 AS_CLIENTS_SEND_IT: dict[str, Callable[[Any], Any]] = {
     "the object": lambda message: message,
     "all fields": lambda message: message.model_dump(),
