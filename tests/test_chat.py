@@ -374,6 +374,9 @@ def test_templates_from_a_file_and_bad_ones(tmp_path):
     )
     with pytest.raises(ChatTemplateError, match=r"no_such\.jinja': neither Jinja text nor a file"):
         with_template("no_such.jinja")
+    file.write_bytes(b"Gr\xfc\xdfe")
+    with pytest.raises(ChatTemplateError, match=r"minimal\.jinja': .*can't decode byte 0xfc"):
+        with_template(str(file))
     bare = tokenizer_for("hermes", template="x")
     bare.chat_template = None
     with pytest.raises(ChatTemplateError, match="no chat template"):

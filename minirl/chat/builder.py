@@ -295,9 +295,11 @@ def _load_template(given: str | None, own: str | dict[str, str] | None) -> str |
         return own
     if "{" in given:
         return given
-    if not Path(given).is_file():
-        raise ChatTemplateError(f"chat template {given!r}: neither Jinja text nor a file")
-    return Path(given).read_text()
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"chat template {given!r}: neither Jinja text nor a file to read: {error}"
+        raise ChatTemplateError(problem) from error
 
 
 def _codec(tokenizer: Any) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
