@@ -246,6 +246,11 @@ def test_a_template_that_cannot_be_extended_with_tools(
     assert found.startswith("model.chat_template: the chat template cannot be used: ")
     assert message in found
     read(project, template)  # without tools nothing is appended
+    users = f"rollout.multi_turn.interaction_config_path={project}/users.yaml"
+    if message:  # a user's words can be
+        read(project, template, users)
+    else:
+        assert "cannot be used: cannot extend by user messages" in problem(project, template, users)
 
 
 def test_a_prompt_that_the_template_refuses(project: Path, tmp_path: Path) -> None:

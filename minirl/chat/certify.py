@@ -27,15 +27,15 @@ PROBE_TOOL = {
 }
 
 
-def certify(chat: ChatBuilder, tools: Tools = None) -> None:
+def certify(chat: ChatBuilder, tools: Tools = None, *, with_results: bool = True) -> None:
     """Raise ChatTemplateError with the reason if conversations cannot be extended turn by turn.
 
     Rehearses conversations of several turns and compares what `observation` appends with the
     whole rendered anew, as text and as tokens. A template without a tool role passes when
-    `tools` is None.
+    `tools` is None; `with_results=False` leaves out the results of tools, whatever it has.
     """
     rehearsals = {"user messages": [[user_message(text)] for text in (" And\n", "then?", "why")]}
-    if tools is not None or chat.knows_tool_role():
+    if with_results and (tools is not None or chat.knows_tool_role()):
         many = 1 if chat.is_single_call(tools) else 3
         results = [[tool_message(i) for i in range(n)] for n in (1, many, min(many, 2), 1)]
         rehearsals["tool results"] = results

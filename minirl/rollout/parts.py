@@ -70,7 +70,7 @@ def load_parts(config: Config) -> AgentParts:
     tokenizer = _load_tokenizer(config.model)
     return AgentParts(
         tokenizer=tokenizer,
-        chat=_certified_chat(config, tokenizer, tools),
+        chat=_certified_chat(config, tokenizer, tools, bool(interactions)),
         tools=tools,
         agent_loops=agent_loops,
         interactions=interactions,
@@ -128,11 +128,13 @@ def _load_tokenizer(model: ModelConfig) -> Any:
     return tokenizer
 
 
-def _certified_chat(config: Config, tokenizer: Any, tools: dict[str, BaseTool]) -> ChatBuilder:
+def _certified_chat(
+    config: Config, tokenizer: Any, tools: dict[str, BaseTool], has_users: bool
+) -> ChatBuilder:
     try:
         chat = ChatBuilder(tokenizer, chat_template=config.model.chat_template)
-        if found := schemas(tools):
-            certify(chat, found)
+        if tools or has_users:
+            certify(chat, schemas(tools), with_results=bool(tools))
     except ChatTemplateError as error:
         key = "model.chat_template" if config.model.chat_template else "model.path"
         raise ConfigError(f"{key}: the chat template cannot be used: {error}") from error
