@@ -12,7 +12,7 @@ from minirl.config import ConfigError, CustomRewardConfig, RewardConfig, require
 from minirl.registry import Registry, locate, nearest, option_names
 from minirl.rewards import gsm8k
 from minirl.rewards.scoring_process import import_file
-from minirl.tools.threads import run_in_thread
+from minirl.tools.threads import run_function
 
 Score = float | Mapping[str, Any]
 
@@ -42,15 +42,12 @@ def load_reward_function(config: RewardConfig) -> RewardFunction:
     function = _load_custom(config.custom_reward_function)
     _check_options(function, config.reward_kwargs)
     if inspect.isclass(function):
-        return _make(function, config)
+        return partial(run_function, _make(function, config))
     _check_call(function, config.reward_kwargs)
-    bound = partial(function, **config.reward_kwargs)
-    if inspect.iscoroutinefunction(function):
-        return bound
-    return partial(run_in_thread, bound)
+    return partial(run_function, function, **config.reward_kwargs)
 
 
-def _make(scorer: type, config: RewardConfig) -> RewardFunction:
+def _make(scorer: type, config: RewardConfig) -> Callable[..., Any]:
     require(
         config.reward_manager != "prime",
         "reward.reward_manager",
@@ -65,7 +62,7 @@ def _make(scorer: type, config: RewardConfig) -> RewardFunction:
         problem = f"{scorer.__name__}: {type(error).__name__}: {error}"
         raise ConfigError(f"reward.custom_reward_function: {problem}") from error
     _check_call(made, {})
-    return made if inspect.iscoroutinefunction(scorer.__call__) else partial(run_in_thread, made)
+    return made
 
 
 def require_custom(custom: CustomRewardConfig | None, manager: str) -> CustomRewardConfig:

@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 
 from minirl.registry import nearest
 from minirl.tools.base import BaseTool, ToolResponse
-from minirl.tools.threads import run_in_thread
+from minirl.tools.threads import run_function
 
 
 class FunctionTool(BaseTool):
@@ -48,13 +48,7 @@ class FunctionTool(BaseTool):
     ) -> tuple[ToolResponse, float, dict[str, float]]:
         """Call the function, in a thread unless it is async; show its result as text or JSON."""
         arguments = {**self.config, **execute_kwargs, **parameters}
-        if inspect.iscoroutinefunction(self.function):
-            result = await self.function(**arguments)
-        else:
-            result = await run_in_thread(self.function, **arguments)
-        if inspect.isawaitable(result):  # of an async function in a plain decorator
-            result = await result
-        return _as_response(result), 0.0, {}
+        return _as_response(await run_function(self.function, **arguments)), 0.0, {}
 
 
 def function_tool(function: Callable[..., Any]) -> FunctionTool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import inspect
 import os
 import threading
 from collections import deque
@@ -15,6 +16,15 @@ Calls = SimpleQueue["Callable[[Calls], None]"]
 _idle: deque[Calls] = deque()
 """Of the threads that wait for a call; the last one that was busy is used first."""
 os.register_at_fork(after_in_child=_idle.clear)  # a child has none of its parent's threads
+
+
+async def run_function(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Await what a function of the user's returns; a plain one runs in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    result = await run_in_thread(function, *args, **kwargs)
+    # An async function in a plain decorator, or an object's async __call__, has only begun.
+    return await result if inspect.isawaitable(result) else result
 
 
 async def run_in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:

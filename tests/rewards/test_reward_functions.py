@@ -1,3 +1,4 @@
+import functools
 import threading
 
 import pytest
@@ -14,6 +15,19 @@ def on_thread(data_source, solution_str, ground_truth, extra_info, *, scale=1.0)
 
 async def on_loop(data_source, solution_str, ground_truth, extra_info, **kwargs):
     return {"score": 1, **kwargs, **extra_info}
+
+
+@functools.wraps(on_loop)
+def decorated(*arguments, **kwargs):
+    return on_loop(*arguments, **kwargs)
+
+
+class OnLoop:
+    async def __call__(self, data_source, solution_str, ground_truth, extra_info):
+        return {"score": 2}
+
+
+an_object = OnLoop()
 
 
 class Needy:
@@ -63,6 +77,12 @@ async def test_functions_of_a_module():
     assert await plain(*ROW) == {"score": 3.0, "main": False}
     coroutine = load_reward_function(custom("test_reward_functions", "on_loop", bonus=2))
     assert await coroutine(*ROW) == {"score": 1, "bonus": 2, "index": 7}
+
+
+@pytest.mark.parametrize(("name", "score"), [("decorated", 1), ("an_object", 2), ("OnLoop", 2)])
+async def test_what_is_async_without_being_an_async_function(name, score):
+    result = await load_reward_function(custom("test_reward_functions", name))(*ROW)
+    assert result["score"] == score
 
 
 @pytest.mark.parametrize(
