@@ -7,7 +7,6 @@ travel along.
 
 import json
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -97,7 +96,7 @@ class PromptLoader:
     With `shuffle` every epoch has an order of its own, drawn from (seed, epoch); without it the
     order is that of the rows. As in verl a batch has exactly `batch_size` rows, and the
     `len(rows) % batch_size` rows left at the end of an epoch are not used in it: with `shuffle`
-    other rows each epoch. `drop_last=False` (validation) ends an epoch with a short batch instead.
+    other rows each epoch.
 
     >>> loader = PromptLoader(rows, batch_size=16, seed=0)
     >>> batch = loader.next_batch()  # 16 rows, each with a `uid` of "<epoch>-<index of the row>"
@@ -110,40 +109,23 @@ class PromptLoader:
         *,
         seed: int = 0,
         shuffle: bool = True,
-        drop_last: bool = True,
     ) -> None:
-        if not rows or (drop_last and len(rows) < batch_size):
-            raise ConfigError(
-                f"data.train_batch_size: got {batch_size}, but there are only {len(rows)} rows"
-            )
         self.rows = rows
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
-        self.drop_last = drop_last
         self.epoch = 0
         self.batch = 0
         """Batches of this epoch that were handed out."""
 
-    @property
-    def num_batches(self) -> int:
-        """Batches per epoch."""
-        whole = len(self.rows) / self.batch_size
-        return math.floor(whole) if self.drop_last else math.ceil(whole)
-
     def next_batch(self) -> list[Row]:
         """The next rows, as copies with a `uid`; goes on into the next epoch at the end of one."""
-        if self.batch == self.num_batches:
+        if self.batch == len(self.rows) // self.batch_size:
             self.epoch, self.batch = self.epoch + 1, 0
         start = self.batch * self.batch_size
         picked = self._order(self.epoch)[start : start + self.batch_size]
         self.batch += 1
         return [{**self.rows[i], "uid": f"{self.epoch}-{i}"} for i in picked]
-
-    def iter_epoch(self) -> Iterator[list[Row]]:
-        """The batches left of this epoch (of the next, where this one is used up)."""
-        for _ in range(self.num_batches - self.batch % self.num_batches):
-            yield self.next_batch()
 
     def state_dict(self) -> dict[str, int]:
         """The position; with the rows and the seed it decides everything that follows."""
