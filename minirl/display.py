@@ -25,16 +25,16 @@ CORE = "val-core/"
 class Display:
     """Step, reward curve, phase, speed, time left, last validation and last warning.
 
-    >>> with Display(total_steps=200, title="gsm8k", enabled=rank == 0) as display:
+    >>> with Display(total_steps=200, title="gsm8k") as display:
     ...     with display.phase("rollout"):
     ...         ...
     ...     display.step(1, metrics)
 
     While it is live, `print` and every log handler that writes to the terminal appear above the
     panel. It is drawn by a thread of its own, so a busy event loop does not freeze it; what child
-    processes write to the terminal directly it cannot hold back. `enabled=False` (ranks other than
-    0) does nothing. `step` reads `critic/score/mean`, `response_length/mean`,
-    `perf/total_num_tokens`, `timing_s/step` and `val-core/*`, each if it is there.
+    processes write to the terminal directly it cannot hold back. `step` reads `critic/score/mean`,
+    `response_length/mean`, `perf/total_num_tokens`, `timing_s/step` and `val-core/*`, each if it is
+    there.
     """
 
     def __init__(
@@ -42,16 +42,14 @@ class Display:
         total_steps: int,
         title: str,
         *,
-        enabled: bool = True,
         start_step: int = 0,
         console: Console | None = None,
     ) -> None:
-        self._enabled = enabled
         self._title = title
         self._total_steps = total_steps
         self._step = start_step
         self._console = console or Console()
-        self._live = enabled and self._console.is_terminal
+        self._live = self._console.is_terminal
         self._start = self._step_start = time.monotonic()
         self._phase: tuple[str, float] = ("start", self._start)
         self._rewards: list[float] = []
@@ -88,8 +86,6 @@ class Display:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that `step` is done, and its figures; on no terminal, as one line."""
-        if not self._enabled:
-            return
         now = time.monotonic()
         if step > self._step:  # a validation before the first step says nothing about its length
             self._step_seconds.append((now - self._step_start) / (step - self._step))
@@ -107,8 +103,7 @@ class Display:
 
     def message(self, text: str) -> None:
         """Print a line, above the panel where there is one."""
-        if self._enabled:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Show `text` as the last warning; log records from WARNING on come here by themselves."""

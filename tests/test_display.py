@@ -101,14 +101,6 @@ def test_one_plain_line_per_step_without_a_terminal() -> None:
     assert second.endswith("left | val gsm8k/acc/mean@1 0.610")
 
 
-def test_disabled_writes_nothing() -> None:
-    console = terminal()
-    with Display(10, "run", enabled=False, console=console) as display, display.phase("rollout"):
-        display.step(1, METRICS)
-        display.message("hello")
-    assert console.file.getvalue() == ""
-
-
 def test_logs_and_prints_go_above_the_panel_under_uvloop(capsys, monkeypatch) -> None:
     console = terminal()
     library = logging.getLogger("test_display.library")  # with a handler of its own
