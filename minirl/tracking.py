@@ -49,14 +49,17 @@ def check_trackers(names: Sequence[str]) -> None:
         except ValueError as error:
             raise ConfigError(f"trainer.logger: {error}") from error
         if name in PACKAGES and importlib.util.find_spec(name) is None:
-            raise _not_installed(name)
+            raise ConfigError(
+                f"trainer.logger: got {name!r}, but it is not installed; "
+                f"pip install 'minirl[{name}]'"
+            )
 
 
 class Tracking:
     """Every tracker named in `trainer.logger`, open inside `with`.
 
-    Opening raises ValueError for a name that is not registered, and ConfigError with the line to
-    type when its package is not installed. `run_dir` is made if it is not there.
+    Raises ValueError for a name that is not registered, and ConfigError for one that cannot be
+    opened. `run_dir` is made if it is not there.
     """
 
     def __init__(
@@ -80,8 +83,6 @@ class Tracking:
             for name, factory in self._factories.items():
                 try:
                     tracker = factory(self._run_dir, self._config, self._resumed_at)
-                except ConfigError:
-                    raise
                 except Exception as error:  # of whatever kind a package has
                     raise ConfigError(
                         f"trainer.logger: {name} cannot be opened: {type(error).__name__}: {error}"
@@ -199,7 +200,7 @@ class WandbTracker:
     """
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
-        wandb = _third_party("wandb")
+        wandb = importlib.import_module("wandb")
         self._run = wandb.init(
             name=run_dir.name,
             dir=str(run_dir),
@@ -223,7 +224,7 @@ class MlflowTracker:
     it MLflow's own settings (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...) hold."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
-        self._mlflow = _third_party("mlflow")
+        self._mlflow = importlib.import_module("mlflow")
         trace = (config.get("rollout") or {}).get("trace") or {}
         if trace.get("mlflow"):
             open_experiment(**store_options(run_dir, **trace["mlflow"]))
@@ -248,7 +249,7 @@ class SwanlabTracker:
     """SwanLab; its own settings (SWANLAB_MODE, SWANLAB_PROJ_NAME, ...) hold."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], resumed_at: int | None) -> None:
-        self._swanlab = _third_party("swanlab")
+        self._swanlab = importlib.import_module("swanlab")
         self._swanlab.init(
             name=run_dir.name,
             log_dir=str(run_dir / "swanlab"),
@@ -287,21 +288,6 @@ def free_name(path: Path) -> Path:
     """Beside `path`, for what an earlier run left there: `metrics.1.jsonl`."""
     candidates = (path.with_suffix(f".{n}{path.suffix}") for n in itertools.count(1))
     return next(candidate for candidate in candidates if not candidate.exists())
-
-
-def _third_party(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise  # it is installed; something that it imports is not
-        raise _not_installed(name) from error
-
-
-def _not_installed(name: str) -> ConfigError:
-    return ConfigError(
-        f"trainer.logger: got {name!r}, but it is not installed; pip install 'minirl[{name}]'"
-    )
 
 
 def _run_id(run_dir: Path, tracker: str, resumed_at: int | None) -> str:
