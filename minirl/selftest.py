@@ -43,7 +43,6 @@ from minirl.tools.base import BaseTool, ToolCall, ToolResponse
 from minirl.tracking import read_metrics
 from minirl.train import main as train
 
-OPTIMUM = 1.0
 REACH = 0.95
 NUM_STEPS = 45
 DIGITS = "0123"
@@ -83,7 +82,6 @@ reward: {custom_reward_function: {path: minirl.selftest}}
 trainer:
   device: cpu
   default_local_dir: "%(folder)s/runs"
-  total_epochs: 1000
   val_before_train: false
   resume_mode: disable
   logger: [jsonl]
@@ -168,7 +166,7 @@ class Result:
     @property
     def passed(self) -> bool:
         """Whether it came near enough to the optimum."""
-        return self.success >= REACH * OPTIMUM
+        return self.success >= REACH
 
 
 COMPARES = ("reward.reward_kwargs={spread: 5}",)

@@ -255,8 +255,7 @@ class MicroBatch:
         for f in fields(self):
             value = getattr(self, f.name)
             if value is not None:
-                per_token = value.numel() == self.num_tokens and f.name not in PER_SEQUENCE
-                picked[f.name] = value[tokens if per_token else rows]
+                picked[f.name] = value[rows if f.name in PER_SEQUENCE else tokens]
         picked["sequence_ids"] = torch.repeat_interleave(picked["lengths"])
         return replace(self, **picked)
 
