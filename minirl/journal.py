@@ -111,7 +111,8 @@ def files_digest(config: Config) -> str:
     # os.path's: a Path raises for a text that is too long for a name, such as a judge's rubric.
     paths = [Path(value) for value in _texts(_related(config)) if os.path.exists(value)]
     files = {f for path in paths for f in (path.iterdir() if path.is_dir() else [path])}
-    return _digest([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(files)])
+    there = sorted(f for f in files if f.exists())  # a link may lead nowhere
+    return _digest([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in there])
 
 
 def _related(config: Config) -> dict[str, Any]:

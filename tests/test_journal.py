@@ -158,3 +158,11 @@ def test_a_digest_changes_with_what_matters(tmp_path: Path) -> None:
     assert before == files_digest(same)
     rows.write_text("{}\n{}\n")
     assert before != files_digest(config)
+
+
+def test_a_link_that_leads_nowhere_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    config = load_config([f"model.path={tmp_path}"])
+    before = files_digest(config)
+    (tmp_path / "pytorch_model.bin").symlink_to("gone")
+    assert files_digest(config) == before
