@@ -135,6 +135,7 @@ def test_a_wrong_type_names_key_value_and_what_is_allowed(override: str, message
         (["rollout.agent.num_workers=-1"], "num_workers: got -1; a number of processes, or 0"),
         (["rollout.mode=sync", "rollout.agent.num_workers=2"], "got 2; rollout.mode=sync runs in"),
         (["rollout.agent.sticky_imbalance=0.5"], "sticky_imbalance: got 0.5; >= 1"),
+        (["rollout.val_kwargs.top_p=0"], "rollout.val_kwargs.top_p: got 0.0; 0 < top_p <= 1"),
         (["rollout.val_kwargs.n=2"], "set rollout.val_kwargs.temperature > 0 or n=1"),
         (["rollout.multi_turn.stop_when='('"], "got '('; not a regular expression: missing )"),
         (["actor.use_kl_loss=true"], "ref: got null, but actor.use_kl_loss=true needs"),

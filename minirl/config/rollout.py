@@ -23,7 +23,7 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         positive("rollout.val_kwargs", self, "n")
-        share("rollout.val_kwargs", self, "top_p")
+        require(0 < self.top_p <= 1, "rollout.val_kwargs.top_p", self.top_p, "0 < top_p <= 1")
         require(self.temperature >= 0, "rollout.val_kwargs.temperature", self.temperature, ">= 0")
         require(self.top_k == -1 or self.top_k > 0, "rollout.val_kwargs.top_k", self.top_k, "> 0")
         require(
