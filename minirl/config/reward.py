@@ -48,7 +48,8 @@ class RewardPoolConfig:
     """The processes in which a reward function runs."""
 
     num_processes: int = 4
-    """Trajectories that are scored at once; each process is started when it is needed first."""
+    """Trajectories that are scored at once, for each process that runs agent loops; a process is
+    started when it is needed first."""
     timeout_s: float = 30.0
     """Seconds that one trajectory may take; then its process is killed and its reward is 0."""
 

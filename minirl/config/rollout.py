@@ -13,7 +13,7 @@ class SamplingConfig:
     """How validation samples."""
 
     n: int = 1
-    """Answers per prompt: enables pass@k and maj@k for k <= n."""
+    """Answers per prompt: enables pass@k for k <= n, and maj@n."""
     temperature: float = 0.0
     """0 = greedy."""
     top_p: float = 1.0
@@ -132,7 +132,7 @@ class MLflowConfig:
     tracking_uri: str | None = None
     """A server's address or a database; null = the SQLite file mlflow.db in the run directory."""
     experiment_name: str | None = None
-    """null = trainer.experiment_name."""
+    """null = trainer.experiment_name; of one like `sweep/3` its last part."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ class TrainerConfig:
     default_local_dir: str = "runs"
     """Runs are written to `<default_local_dir>/<experiment_name>/`."""
     total_epochs: int = 1
-    """Passes over the training data, unless total_training_steps ends the run first."""
+    """Passes over the training data, where total_training_steps is null."""
     total_training_steps: int | None = None
     """Steps; null = as many as total_epochs need."""
     seed: int = 0

@@ -37,7 +37,8 @@ class PythonTool(BaseTool):
     `disk_mb`, `output_bytes`); `require`: protections without which to refuse the start, of
     `network, files, memory, processes`; `isolation`: `auto`, `bwrap`, `namespaces` or `none`;
     `packages: true` to show programs this environment's site-packages (numpy, sympy, ...);
-    `max_concurrent`: programs at a time, the number of cores by default.
+    `max_concurrent`: programs at a time, the number of cores by default, of each process that runs
+    agent loops.
 
     ValueError when the config is wrong or a required protection cannot be had here.
     """
