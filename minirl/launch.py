@@ -22,6 +22,7 @@ import uvloop
 
 from minirl.config import Config, ConfigError, load_config
 from minirl.ranks import RANKS, RankFailedError
+from minirl.tools.threads import DaemonThreads
 from minirl.waits import WAITS
 
 P = ParamSpec("P")
@@ -111,6 +112,7 @@ def run_command(
 async def _until_signal(main: Coroutine[Any, Any, None]) -> None:
     """Run `main`; SIGINT and SIGTERM cancel it, so that everything is closed in order."""
     loop = asyncio.get_running_loop()
+    loop.set_default_executor(DaemonThreads())
     task = loop.create_task(main)
     received: list[int] = []
 

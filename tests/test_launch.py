@@ -71,6 +71,20 @@ async def fails_while_a_thread_is_stuck(config: Config) -> None:
     await fails(config)
 
 
+def leave_a_thread_stuck() -> None:
+    asyncio.get_running_loop().run_in_executor(None, time.sleep, 3600)
+
+
+async def succeeds_while_a_call_is_stuck(config: Config) -> None:
+    leave_a_thread_stuck()
+    await succeeds(config)
+
+
+async def fails_while_a_call_is_stuck(config: Config) -> None:
+    leave_a_thread_stuck()
+    await fails(config)
+
+
 async def fails_with_another_rank(config: Config) -> None:
     SOCKETS.join(os.environ["SOCKETS"])
     raise FloatingPointError("planted")
@@ -132,8 +146,9 @@ def run(forkserver: ForkServerContext, tmp_path: Path) -> Run:
     )
 
 
-def test_a_program_that_succeeds(run: Run, tmp_path: Path) -> None:
-    status, printed = run(succeeds, "model.path=m").end()
+@pytest.mark.parametrize("main", [succeeds, succeeds_while_a_call_is_stuck])
+def test_a_program_that_succeeds(run: Run, tmp_path: Path, main: Any) -> None:
+    status, printed = run(main, "model.path=m").end()
     assert status == 0 and printed.startswith(f"model m in {tmp_path}/minirl-")
 
 
@@ -158,7 +173,10 @@ def test_bad_input_is_one_line_and_status_2(
     assert printed.startswith(f"minirl: {message}") and printed.count("\n") == 1
 
 
-@pytest.mark.parametrize("main", [fails, fails_in_a_group, fails_while_a_thread_is_stuck])
+@pytest.mark.parametrize(
+    "main",
+    [fails, fails_in_a_group, fails_while_a_thread_is_stuck, fails_while_a_call_is_stuck],
+)
 def test_a_failure_is_told_in_one_line(run: Run, main: Any) -> None:
     assert run(main, "model.path=m").end() == (1, "minirl: FloatingPointError: planted\n")
 

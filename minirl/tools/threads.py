@@ -7,6 +7,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -58,6 +59,31 @@ async def run_in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any
     if error is not None:  # SystemExit ends the call, never the program
         raise RuntimeError(f"{_name(function)} raised {error!r}") from error
     return result  # type: ignore[return-value]
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """For `asyncio.to_thread`, as many threads as its own executor has: neither the end of the
+    event loop nor that of Python waits for what hangs in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: Calls = SimpleQueue()
+        for _ in range(self._max_workers):
+            threading.Thread(target=_serve, args=(self._calls,), daemon=True).start()
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """As its base class."""
+        future: Future[T] = Future()
+
+        def work(mine: Calls) -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(fn(*args, **kwargs))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        self._calls.put(work)
+        return future
 
 
 def _idle_thread() -> Calls:
