@@ -151,12 +151,15 @@ def _fail(error: BaseException) -> NoReturn:
         words = str(error)
     elif "RANK" in os.environ:
         words = f"rank {os.environ['RANK']}: {words}"
-    if SOCKETS.is_first_to_fail():
-        print(f"minirl: {words}", file=sys.stderr)
+    is_first = SOCKETS.is_first_to_fail()
     for child in multiprocessing.active_children():
         child.kill()
     SOCKETS.remove()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    try:
+        if is_first:
+            print(f"minirl: {words}", file=sys.stderr)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # though nobody may read: Ctrl-C ends the `tee` behind the run, too
+        os._exit(status)

@@ -85,6 +85,14 @@ async def fails_while_a_call_is_stuck(config: Config) -> None:
     await fails(config)
 
 
+async def fails_with_nobody_to_tell(config: Config) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+    await fails(config)
+
+
 async def fails_with_another_rank(config: Config) -> None:
     SOCKETS.join(os.environ["SOCKETS"])
     raise FloatingPointError("planted")
@@ -179,6 +187,10 @@ def test_bad_input_is_one_line_and_status_2(
 )
 def test_a_failure_is_told_in_one_line(run: Run, main: Any) -> None:
     assert run(main, "model.path=m").end() == (1, "minirl: FloatingPointError: planted\n")
+
+
+def test_a_failure_that_nobody_reads_ends_all_the_same(run: Run) -> None:
+    assert run(fails_with_nobody_to_tell, "model.path=m").end() == (1, "")
 
 
 def test_the_first_rank_to_fail_tells_why_for_all(run: Run, tmp_path: Path) -> None:
