@@ -38,7 +38,8 @@ class BaseTool(ABC):
 
     Per trajectory: `create` at the first call, `execute` per call (calls of one turn run at once),
     `calc_reward` once at the end, `release` always. A `create` that raises or is cancelled cleans
-    up after itself: it is not released. Blocking work belongs into `asyncio.to_thread`.
+    up after itself: it is not released. Blocking work belongs into a thread of its own:
+    `await minirl.tools.threads.run_in_thread(function, ...)`.
     """
 
     schema: ClassVar[dict[str, Any] | None] = None

@@ -232,7 +232,7 @@ def watch_blocking(work: Coroutine[Any, Any, Any], tool: BaseTool) -> Generator[
             if seconds > BLOCKING_S and _first_time(tool, "blocked"):
                 logger.warning(
                     "tool %r blocked the event loop for %.1f s, and with it every conversation; "
-                    "run what blocks in `await asyncio.to_thread(...)`",
+                    "run what blocks in `await minirl.tools.threads.run_in_thread(...)`",
                     tool.name,
                     seconds,
                 )

@@ -167,7 +167,7 @@ async def test_a_tool_that_blocks_the_event_loop_is_named(monkeypatch, caplog):
         await tools.call(trajectory, [call(1), call(2)])
     assert [r.status for r in trajectory.tool_calls] == ["ok", "ok"]
     [warning] = [r.getMessage() for r in caplog.records if "blocked the event loop" in r.message]
-    assert warning.startswith("tool 'recorder' blocked")
+    assert warning.startswith("tool 'recorder' blocked") and "run_in_thread" in warning
 
 
 async def test_release_is_finished_before_a_cancellation_takes_effect():
