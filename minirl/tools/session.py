@@ -197,7 +197,7 @@ class ToolSession:
         while self._instances:
             name, instance = self._instances.popitem()
             try:
-                async with asyncio.timeout(min(self._limits.tool_timeout_s, RELEASE_TIMEOUT_S)):
+                async with asyncio.timeout(RELEASE_TIMEOUT_S):
                     work = self.tools[name].release(instance, **self._kwargs(name, "release"))
                     with WAITS.on(f"tool {name!r} to be released"):
                         await watch_blocking(work, self.tools[name])

@@ -9,7 +9,7 @@ from scripted import TOKENIZER, call, check_invariants
 
 from minirl.agent_loop import ToolAgentLoop, run_agent_loop
 from minirl.testing import ScriptedServer, make_context
-from minirl.tools import BaseTool, ToolResponse
+from minirl.tools import BaseTool, ToolResponse, session
 
 NOTE = {
     "type": "function",
@@ -124,7 +124,8 @@ class Saboteur(Notebook):
         await self.pause(owner)
 
 
-async def test_every_tool_is_released_once_whatever_happens():
+async def test_every_tool_is_released_once_whatever_happens(monkeypatch):
+    monkeypatch.setattr(session, "RELEASE_TIMEOUT_S", 0.2)
     tool = Saboteur({"delay_s": 0.005})
     limits = ["rollout.response_length=4000", "rollout.multi_turn.tool_timeout_s=0.2"]
     context = make_context(server(), tools=[tool], overrides=limits)

@@ -84,6 +84,18 @@ async def test_a_reward_that_hangs_is_given_up_and_its_tool_released():
     assert tool.log == [("release", "i", {})]
 
 
+async def test_a_release_may_take_longer_than_a_call():
+    class Slow(Recorder):
+        async def release(self, instance_id, **kwargs):
+            await asyncio.sleep(0.1)
+            await super().release(instance_id)
+
+    tool, limits = Slow(), MultiTurnConfig(tool_timeout_s=0.05)
+    async with ToolSession({"recorder": tool}, limits, TOKENIZER) as tools:
+        tools._instances["recorder"] = "i"
+    assert tool.log == [("release", "i", {})]
+
+
 async def test_a_tool_that_is_not_called_is_not_created():
     tool = Recorder()
     async with ToolSession({"recorder": tool}, MultiTurnConfig(), TOKENIZER) as tools:
