@@ -122,7 +122,8 @@ class Display:
         if self._warning:
             rows.add_row("warning", Text(self._warning, "yellow", overflow="ellipsis"))
         chart = [] if options.ascii_only else self._chart(options.max_width - 4)
-        yield Panel(Group(self._progress(), *chart, rows), title=self._title, title_align="left")
+        title = Text(self._title)  # as it is: in a string, brackets are markup
+        yield Panel(Group(self._progress(), *chart, rows), title=title, title_align="left")
 
     def _progress(self) -> Table:
         line = Table.grid(padding=(0, 2), expand=True)

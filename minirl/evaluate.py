@@ -80,7 +80,7 @@ def _report(run: Run, step: int, metrics: dict[str, float]) -> None:
     table = Table("metric", "value", title=f"{run.config.trainer.experiment_name}: {what}")
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4f}")
-    Console().print(table)
+    Console(markup=False).print(table)  # names of runs and data sources may have brackets
     content: dict[str, Any] = {"step": step, "model": run.config.model.path, **metrics}
     (run_dir / "evaluation.json").write_text(json.dumps(content, indent=2) + "\n")
 

@@ -68,6 +68,11 @@ def test_panel_before_the_first_step() -> None:
     assert "step 0/200" in text and "-:--:-- left" in text and "reward" not in text
 
 
+@pytest.mark.parametrize("name", ["run[lr=1e-5]", "a[/b]"])
+def test_brackets_in_the_name_are_shown(name: str) -> None:
+    assert name in rendered(Display(200, name, console=terminal()))
+
+
 def test_panel_in_ascii_has_no_other_characters() -> None:
     display = Display(200, "run", console=terminal())
     for step in (1, 2):

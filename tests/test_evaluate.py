@@ -18,7 +18,7 @@ async def test_the_start_policy_then_the_latest_checkpoint(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(
-        project, "run", f"data.val_files=[{project}/rows.jsonl]", "trainer.save_freq=2",
+        project, "run[a]", f"data.val_files=[{project}/rows.jsonl]", "trainer.save_freq=2",
         "trainer.total_training_steps=2", "trainer.val_before_train=false",
     )  # fmt: skip
     report = config.trainer.run_dir / "evaluation.json"
@@ -31,7 +31,7 @@ async def test_the_start_policy_then_the_latest_checkpoint(
     before = await score()
     assert before["step"] == 0 and SeededEngine.last.versions == [0]
     assert before["val-core/calculator/acc/mean@1"] == 0.5
-    assert "start policy" in capsys.readouterr().out
+    assert "run[a]: start policy" in capsys.readouterr().out
     async with scripted_run(config) as run:
         await train(run)
     after = await score()
