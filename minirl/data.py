@@ -8,6 +8,7 @@ travel along.
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -122,8 +123,11 @@ class PromptLoader:
         """The next rows, as copies with a `uid`; goes on into the next epoch at the end of one."""
         if self.batch == len(self.rows) // self.batch_size:
             self.epoch, self.batch = self.epoch + 1, 0
+        order: Sequence[int] = range(len(self.rows))
+        if self.shuffle:
+            order = _shuffled(len(self.rows), self.seed, self.epoch)
         start = self.batch * self.batch_size
-        picked = self._order(self.epoch)[start : start + self.batch_size]
+        picked = order[start : start + self.batch_size]
         self.batch += 1
         return [{**self.rows[i], "uid": f"{self.epoch}-{i}"} for i in picked]
 
@@ -152,11 +156,12 @@ class PromptLoader:
                 )
         self.epoch, self.batch = state["epoch"], state["batch"]
 
-    def _order(self, epoch: int) -> list[int]:
-        order = list(range(len(self.rows)))
-        if self.shuffle:
-            Random(f"prompts-{self.seed}-{epoch}").shuffle(order)
-        return order
+
+@lru_cache(maxsize=1)  # a million rows take a second, in which the event loop stands still
+def _shuffled(num_rows: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(num_rows))
+    Random(f"prompts-{seed}-{epoch}").shuffle(order)
+    return order
 
 
 def _read(file: Path) -> Iterator[Row]:

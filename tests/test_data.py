@@ -1,6 +1,7 @@
 import json
 import logging
 from itertools import chain
+from random import Random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -160,6 +161,19 @@ def test_each_epoch_has_its_own_order_and_no_row_twice():
     assert sorted(first) == [f"0-{i}" for i in range(10)]
     assert sorted(second) == [f"1-{i}" for i in range(10)]
     assert [uid[2:] for uid in first] != [uid[2:] for uid in second]
+
+
+def test_an_epoch_is_shuffled_once(monkeypatch):
+    shuffled = []
+
+    class Counting(Random):
+        def shuffle(self, x):
+            shuffled.append(len(x))
+            super().shuffle(x)
+
+    monkeypatch.setattr("minirl.data.Random", Counting)
+    uids(PromptLoader(ROWS, 2, seed=11), 13)
+    assert shuffled == [10, 10, 10]
 
 
 def test_the_seed_decides_the_order():
