@@ -98,8 +98,6 @@ class Steps:
             self._groups: list[Group] = []
             self.trajectories = []
             self._bad_sequences: set[int] = set()
-            if self._tail:
-                self._tail.clear()
             yield self.number
 
     @contextmanager

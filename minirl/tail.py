@@ -16,10 +16,6 @@ class TailLogprobs:
         self.known: dict[int, Tensor] = {}
         """By id of a trajectory of this step, on rank 0."""
 
-    def clear(self) -> None:
-        """A step begins."""
-        self.known.clear()
-
     async def compute(self, trajectories: list[Trajectory]) -> None:
         """Those of what has ended; every rank calls it, in the rollout."""
         ended = [t for t in trajectories if t.error is None and t.sample_index != GREEDY]
