@@ -353,6 +353,16 @@ def nan_advantages(inputs):
     advantages[1, 0] = float("nan")
     return advantages, returns
 
+steps = 0
+
+def inf_advantage_at_first(inputs):
+    global steps
+    steps += 1
+    advantages, returns = compute_advantages("grpo", inputs)
+    if steps == 1:
+        advantages[2] = float("inf")
+    return advantages, returns
+
 calls = 0
 
 def inf_loss_at_first(inputs):
@@ -402,15 +412,25 @@ async def test_bad_steps_are_not_applied_and_in_the_end_stop_the_run(
     assert all(math.isfinite(row["critic/score/mean"]) for row in rows)
 
 
-async def test_one_bad_step_is_counted_and_forgotten(project: Path, planted: None) -> None:
+@pytest.mark.parametrize(
+    ("name", "plant", "num_skipped"),
+    [
+        ("bad_loss", "actor.policy_loss.loss_mode=planted_nan:inf_loss_at_first", [1, 0, 0]),
+        ("bad_first", "algorithm.adv_estimator=planted_nan:inf_advantage_at_first", [None, 0, 0]),
+    ],
+)
+async def test_one_bad_step_is_counted_and_forgotten(
+    project: Path, planted: None, name: str, plant: str, num_skipped: list[int | None]
+) -> None:
     rows = await train(
-        project, "bad_loss", "actor.policy_loss.loss_mode=planted_nan:inf_loss_at_first",
-        "trainer.max_bad_steps=2", "actor.max_tokens_per_micro_batch=1024",
+        project, name, plant, "trainer.max_bad_steps=2", "actor.max_tokens_per_micro_batch=1024",
+        "actor.optim.lr_scheduler_type=linear",
     )  # fmt: skip
     assert [row["training/bad_step"] for row in rows] == [1, 0, 0]
-    assert [row["actor/num_skipped_updates"] for row in rows] == [1, 0, 0]
-    third = trajectories(project, "bad_loss", 1)[2]["response_ids"]
-    assert [t["response_ids"] for t in trajectories(project, "bad_loss", 1, "bad")] == [third]
+    assert [row.get("actor/num_skipped_updates") for row in rows] == num_skipped
+    third = trajectories(project, name, 1)[2]["response_ids"]
+    assert [t["response_ids"] for t in trajectories(project, name, 1, "bad")] == [third]
+    assert [row["actor/lr"] for row in rows[1:]] == pytest.approx([0.0005, 0])  # as of any step
 
 
 async def test_truncated_sampling_reaches_the_engine(project: Path) -> None:
