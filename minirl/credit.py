@@ -137,6 +137,7 @@ def penalize_kl(batch: MicroBatch, controller: FixedKL, kind: str) -> dict[str, 
     """
     assert batch.old_logprobs is not None and batch.ref_logprobs is not None
     kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, kind)
+    kl = kl.masked_fill(batch.response_mask == 0, 0.0)  # nan x 0 is nan
     coefficient = controller.value
     batch.token_rewards = apply_kl_penalty(
         batch.token_rewards, kl, batch.response_mask, coefficient

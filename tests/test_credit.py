@@ -90,7 +90,7 @@ def test_the_outcome_survives_the_rejection_of_its_token(name):
 
 def test_kl_comes_out_of_the_rewards_and_moves_the_controller():
     batch, _ = batch_of([answer(1.0, 1), answer(0.0, 3)])
-    batch.ref_logprobs = batch.old_logprobs - torch.tensor([9, 0.2, 9, 0.1, 0.3, 0.8])
+    batch.ref_logprobs = batch.old_logprobs - torch.tensor([9, 0.2, math.nan, 0.1, 0.3, 0.8])
     controller = AdaptiveKL(kl_coef=0.5, target_kl=0.1, horizon=10)
     metrics = credit.penalize_kl(batch, controller, "k1")
     assert batch.token_rewards.tolist() == pytest.approx([0, 0.9, 0, -0.05, -0.15, -0.4])

@@ -174,7 +174,8 @@ class PolicyTrainer(TrainedModel, LanguageModel):
         totals.add_tokens(metrics | {"actor/entropy": entropies})
         if actor.use_kl_loss:
             assert micro.ref_logprobs is not None
-            kl = kl_estimate(logprobs, micro.ref_logprobs, actor.kl_loss_type)
+            ref_logprobs = micro.ref_logprobs.masked_fill(micro.response_mask == 0, 0.0)
+            kl = kl_estimate(logprobs, ref_logprobs, actor.kl_loss_type)
             kl_loss = self._aggregate(kl, micro, counts)
             totals.add_parts({"actor/kl_loss": kl_loss})
             loss = loss + actor.kl_loss_coef * kl_loss

@@ -190,6 +190,17 @@ def test_kl_to_the_reference_pulls_back(folder, world):
     assert (trainer.compute_logprobs(batch) - batch.ref_logprobs).abs().mean() < moved
 
 
+def test_a_reference_that_breaks_where_nothing_trains_breaks_nothing(folder, world):
+    """As at a token that rollout_rs has rejected."""
+    trainer = PolicyTrainer(make_config(folder), world)
+    batch = prepared(trainer)
+    actor = replace(trainer.config.actor, use_kl_loss=True)
+    trainer.config = replace(trainer.config, actor=actor, ref=RefConfig())
+    batch.ref_logprobs[batch.response_mask == 0] = math.nan
+    metrics = trainer.update(batch)
+    assert metrics["actor/num_skipped_updates"] == 0 and math.isfinite(metrics["actor/kl_loss"])
+
+
 def test_training_raises_the_probability_of_what_was_good(folder, world):
     trainer = PolicyTrainer(make_config(folder, optim=OptimConfig(lr=3e-3)), world)
     batch = prepared(trainer)
