@@ -30,7 +30,7 @@ def forward_flops(model: PreTrainedModel, batch: MicroBatch) -> float:
     config = model.config.get_text_config()
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     outside = {id(p) for module in (head, embedding) for p in module.parameters()}
-    matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in outside]
+    matrices = [p for p in model.parameters() if p.ndim >= 2 and id(p) not in outside]
     per_token = sum(p.numel() for p in matrices)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = config.num_attention_heads * head_dim

@@ -1,8 +1,8 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from trainer_helpers import MODELS
-from transformers import AutoModelForCausalLM
+from trainer_helpers import MODELS, SIZES
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from minirl.trainer import attention, packing
 from minirl.trainer.flops import forward_flops, peak_flops
@@ -39,6 +39,17 @@ def test_operations_are_those_that_torch_counts(name: str) -> None:
     pairs = 3 * LENGTH * (LENGTH + 1) // 2  # torch does not know the causal ones
     expected = matrices + 4 * config.num_hidden_layers * width * pairs
     assert forward_flops(model, batch) == expected
+
+
+def test_every_expert_counts() -> None:
+    config = Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=16)
+    few, many = (
+        forward_flops(AutoModelForCausalLM.from_config(config), batch_of(1, 5))
+        for config.num_experts in (4, 8)
+    )
+    experts = config.num_hidden_layers * 4 * 3 * 16 * config.hidden_size
+    router = config.num_hidden_layers * 4 * config.hidden_size
+    assert many - few == 2 * LENGTH * (experts + router)
 
 
 def test_balance_of_a_plan() -> None:
