@@ -148,7 +148,8 @@ def varlen_kernel(device_type: str, dtype: torch.dtype) -> Kernel | None:
     """The fused kernel on this device: flash_attn's, torch's, or None for padded rows."""
     kernel, name = None, "padded rows"
     if device_type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        if importlib.util.find_spec("flash_attn"):
+        found = importlib.util.find_spec("flash_attn")
+        if found and found.origin:  # else the folder of flash-attn-4, which SGLang brings along
             kernel, name = _flash_attn, "flash_attn"
         elif importlib.util.find_spec("torch.nn.attention.varlen"):
             kernel, name = _torch_varlen, "torch.nn.attention.varlen"

@@ -1,3 +1,5 @@
+import importlib
+
 import pytest
 import torch
 from trainer_helpers import MODELS, VOCAB_SIZE
@@ -36,6 +38,20 @@ def test_padding_is_bounded():
     padded = sum(group.num_rows * group.length for group in rows)
     assert padded <= 302 / attention.SHORTEST_IN_ROW
     assert sorted(order.tolist()) == list(range(302))
+
+
+def test_what_is_only_called_flash_attn_is_not_taken_for_it(tmp_path, monkeypatch):
+    """flash-attn-4 has a folder of that name, and another interface in it."""
+    attention.varlen_kernel.cache_clear()
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert attention.varlen_kernel("cuda", torch.bfloat16) is attention._torch_varlen
+    (tmp_path / "flash_attn" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    attention.varlen_kernel.cache_clear()
+    assert attention.varlen_kernel("cuda", torch.bfloat16) is attention._flash_attn
+    attention.varlen_kernel.cache_clear()
 
 
 def test_gradcheck_of_the_packed_function():
