@@ -90,6 +90,8 @@ def scaling(model: Any) -> float | None:
 def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
     """The model as it was before training."""
     model.disable_adapters()
+    for name, parameter in model.named_parameters():  # which PEFT freezes meanwhile, and FSDP
+        parameter.requires_grad_(is_adapter(name))  # learns in its first pass what trains
     try:
         yield
     finally:

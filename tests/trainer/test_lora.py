@@ -8,8 +8,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from trainer_helpers import alone, make_batch, make_config, save_model
 
 from minirl.config import Config, ConfigError, ModelConfig, OptimConfig, RefConfig
-from minirl.trainer import policy
-from minirl.trainer.fsdp import check_lora, read_weights
+from minirl.trainer import lora, policy
+from minirl.trainer.fsdp import check_lora, read_weights, shard
 from minirl.trainer.lora import has_adapter
 from minirl.trainer.model import LanguageModel
 from minirl.trainer.policy import AdapterlessPolicy, PolicyTrainer, ReferencePolicy
@@ -92,6 +92,21 @@ def test_the_reference_is_the_policy_without_its_adapter(folder, world):
     assert not torch.equal(trainer.compute_logprobs(batch), now), "and trains"
     other = replace(config, ref=RefConfig(path=str(folder)))
     assert isinstance(policy.make_reference(other, world, trainer), ReferencePolicy)
+
+
+def test_the_adapter_trains_in_float32_where_the_reference_computes_first(folder, world):
+    config = lora_config(folder)
+    model = read_weights(str(folder), config.model, dtype=torch.bfloat16)
+    model.set_attn_implementation("eager")
+    lora.add_adapter(model, config.model, seed=0)
+    shard(model, world, torch.bfloat16)
+    tokens = torch.tensor([[5, 6, 7]])
+    with lora.adapter_disabled(model), torch.no_grad():
+        model(tokens)
+    model(tokens).logits.square().sum().backward()
+    dtypes = {n: p.grad.dtype for n, p in model.named_parameters() if p.grad is not None}
+    assert all(".lora_" in name for name in dtypes)
+    assert set(dtypes.values()) == {torch.float32}
 
 
 def test_a_checkpoint_has_the_adapter_alone(folder, world, tmp_path):
