@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 from minirl.config import ConfigError
 from minirl.distributed import Dist
 from minirl.trainer import checkpoint_folder as folder
+from minirl.trainer import lora
 from minirl.trainer.checkpoint_folder import complete, latest
 from minirl.trainer.random_state import random_state, set_random_state
 
@@ -124,7 +125,8 @@ class Checkpoints:
         """Have the thread write."""
         meta = {
             "step": step,
-            "parameters": _shapes(parts),
+            "parameters": {name: _shapes(part.model) for name, part in parts.items()},
+            "adapter_scaling": {name: lora.scaling(part.model) for name, part in parts.items()},
             "num_updates": {name: part.num_steps for name, part in parts.items()},
             "extra": extra,
         }
@@ -250,8 +252,8 @@ def load(path: Path, parts: Mapping[str, Part], world: Dist) -> dict[str, Any]:
     """
     _verify(path, world)
     meta = folder.read_meta(path)
-    for name, shapes in _shapes(parts).items():
-        _check_same_model(path, name, meta["parameters"].get(name), shapes)
+    for name, part in parts.items():
+        _check_same_model(path, name, meta, part.model)
     with _on_device(parts):
         state = _state(parts)
         dcp.load(state, checkpoint_id=path / "state")
@@ -281,8 +283,7 @@ def load_weights(path: Path, part: str, model: PreTrainedModel) -> None:
     Needs no other rank, whatever the number that saved.
     """
     _verify(path, None)
-    saved = folder.read_meta(path)["parameters"].get(part)
-    _check_same_model(path, part, saved, _shapes_of(model))
+    _check_same_model(path, part, folder.read_meta(path), model)
     weights = get_model_state_dict(model, options=TRAINED)
     with warnings.catch_warnings():  # it says that there is no other rank
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -324,18 +325,22 @@ def _state_of(part: Part) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
-def _shapes(parts: Mapping[str, Part]) -> dict[str, dict[str, list[int]]]:
-    return {part: _shapes_of(trained.model) for part, trained in parts.items()}
-
-
-def _shapes_of(model: nn.Module) -> dict[str, list[int]]:
+def _shapes(model: nn.Module) -> dict[str, list[int]]:
     return {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _check_same_model(path: Path, part: str, saved: dict[str, Any] | None, here: Any) -> None:
-    if saved == here:
-        return
+def _check_same_model(path: Path, part: str, meta: dict[str, Any], model: nn.Module) -> None:
+    saved, here, scaling = meta["parameters"].get(part), _shapes(model), lora.scaling(model)
     restart = "set trainer.resume_mode=disable or another trainer.experiment_name"
+    if saved == here:
+        before = meta.get("adapter_scaling", {}).get(part, scaling)  # others did not note it
+        if before != scaling:
+            raise ConfigError(
+                f"{path}: its adapter was trained to count {before} times (model.lora_alpha / "
+                f"model.lora_rank), and would now count {scaling} times: another policy; write "
+                f"model.lora_alpha as it was, or {restart}"
+            )
+        return
     if saved is None:
         raise ConfigError(
             f"{path}: the checkpoint of a run without {part}; remove it, or {restart}"

@@ -124,6 +124,9 @@ def test_a_checkpoint_has_the_adapter_alone(folder, world, tmp_path):
     assert all(map(torch.equal, trainer.model.parameters(), again.model.parameters()))
     with pytest.raises(ConfigError, match="the checkpoint of another model"):
         PolicyTrainer(make_config(folder), world).load(path)
+    scaled = replace(config, model=replace(config.model, lora_alpha=16))
+    with pytest.raises(ConfigError, match=r"count 2\.0 times .* now count 4\.0 times"):
+        PolicyTrainer(scaled, world).load(path)
 
 
 def test_gradient_checkpointing_changes_nothing(folder, world):
