@@ -340,9 +340,12 @@ def read_weights(
 def _no_report() -> Iterator[None]:
     """Without transformers' table of missing weights: what is missing is an error, or meant."""
     log = logging.getLogger("transformers.modeling_utils")
-    level = log.level
-    log.setLevel(logging.ERROR)
+    log.addFilter(_is_error)  # by its level it would also tell of layers that are "not sharded"
     try:
         yield
     finally:
-        log.setLevel(level)
+        log.removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR

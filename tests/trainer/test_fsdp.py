@@ -52,10 +52,11 @@ def test_a_weight_that_is_missing_is_not_drawn_at_random(folder, tmp_path):
         load_model(str(tmp_path), config.model, world)
 
 
-def test_weights_of_a_world_of_one_come_in_the_engines_type(folder):
+def test_weights_of_a_world_of_one_come_in_the_engines_type(folder, caplog):
     config = make_config(folder)
     with alone(config) as world:
         model = load_model(str(folder), config.model, world)
+    assert caplog.messages == [], "nothing is told of layers that were not sharded, or missing"
     named = dict(model.named_parameters())
     assert {p.dtype for p in named.values()} == {torch.float32}
     got = {n: t for bucket in WeightBuckets(model, 4000, torch.bfloat16) for n, t in bucket}
