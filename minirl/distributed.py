@@ -140,6 +140,12 @@ class Dist:
         dist.all_gather(parts, mine)
         return [bytes(part[:size].tolist()) for part, size in zip(parts, sizes, strict=True)]
 
+    def share_path(self, path: str) -> str:
+        """Rank 0's path on every rank, after `require_one_machine`."""
+        path = self.broadcast_text(path)
+        self.require_one_machine(Path(path))
+        return path
+
     def require_one_machine(self, folder: Path) -> None:
         """ConfigError, on every rank, unless each runs on rank 0's machine and sees its `folder`.
 
@@ -154,8 +160,8 @@ class Dist:
             )
         if blind := [rank for rank, (seen,) in enumerate(sees) if not seen]:
             raise ConfigError(
-                f"torchrun --nnodes: ranks {blind} cannot see rank 0's {folder}, where the sockets "
-                "are; give all nodes the same folder for temporary files (TMPDIR)"
+                f"torchrun --nnodes: ranks {blind} cannot see rank 0's {folder}; give all nodes "
+                "the same folder for temporary files (TMPDIR)"
             )
 
     @collective
@@ -226,7 +232,7 @@ def distributed(config: Config) -> Iterator[Dist]:
             f"not all of the {world.world_size} ranks came within {timeout_s:g} s "
             f"(trainer.collective_timeout_s): {error}"
         ) from error
-    RANKS.join(world.rank, world.world_size, timeout_s, world.broadcast_text)
+    RANKS.join(world.rank, world.world_size, timeout_s, world.share_path)
     try:
         with RANKS.told():
             yield world

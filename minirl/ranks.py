@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -78,24 +78,19 @@ class Ranks:
         self._slots: mmap.mmap | None = None
         self.timeout_s = float("inf")
 
-    def join(self, rank: int, size: int, timeout_s: float, broadcast: Callable[[str], str]) -> None:
-        """Map the file that rank 0 makes; `broadcast(text)` gives every rank rank 0's text, and
-        `timeout_s` is trainer.collective_timeout_s. Every rank calls it."""
+    def join(self, rank: int, size: int, timeout_s: float, share: Callable[[str], str]) -> None:
+        """Map the file that rank 0 makes; `share(path)` gives every rank rank 0's path, if all see
+        it, and `timeout_s` is trainer.collective_timeout_s. Every rank calls it."""
         if size == 1:
             return
-        descriptor, path = tempfile.mkstemp(prefix="minirl-") if rank == 0 else (-1, "")
-        if rank == 0:
-            os.truncate(descriptor, size * SLOT_BYTES)
-        path = broadcast(path)
-        if rank:
-            descriptor = os.open(path, os.O_RDWR)
-        self._slots = mmap.mmap(descriptor, size * SLOT_BYTES)
-        os.close(descriptor)
-        self._size, self.timeout_s = size, timeout_s
-        self._update(rank=rank, pid=os.getpid(), since=time.monotonic())
-        broadcast("")  # when it returns all have opened the file
-        if rank == 0:
-            os.unlink(path)
+        with tempfile.NamedTemporaryFile(prefix="minirl-") if rank == 0 else nullcontext() as own:
+            if own:
+                own.truncate(size * SLOT_BYTES)
+            with open(share(own.name if own else ""), "r+b") as file:
+                self._slots = mmap.mmap(file.fileno(), size * SLOT_BYTES)
+            self._size, self.timeout_s = size, timeout_s
+            self._update(rank=rank, pid=os.getpid(), since=time.monotonic())
+            share(own.name if own else "")  # when it returns all have opened the file
 
     def leave(self) -> None:
         """There are no others any more."""

@@ -104,6 +104,10 @@ async def stops_while_nobody_waits(world: Dist, folder: Path) -> None:
     await RANKS.watch()
 
 
+async def has_its_own_temporary_folder(world: Dist, folder: Path) -> None:
+    """Rank 1, as in a container: see run_rank. They do not get here."""
+
+
 async def cannot_write(world: Dist, folder: Path) -> None:
     """Rank 1 finds no room for its part; both say so, and what was there is good."""
     # Here, since the other scenarios do without what this imports.
@@ -144,6 +148,8 @@ def run_rank(
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
+    if rank and scenario is has_its_own_temporary_folder:
+        Path.exists = lambda path: False  # type: ignore[method-assign]
     error: BaseException | None = None
     try:
         with distributed(config) as world:
@@ -217,6 +223,12 @@ def test_the_rank_that_failed_says_why_for_those_that_wait(told: dict[int, str])
         0: "RankFailedError: rank 1: FloatingPointError: planted",
         1: "FloatingPointError: planted",
     }
+
+
+@pytest.mark.parametrize("told", [(has_its_own_temporary_folder, 2)], indirect=True)
+def test_a_node_with_a_temporary_folder_of_its_own_is_told(told: dict[int, str]) -> None:
+    for words in told.values():
+        assert re.search(r"^ConfigError: .*ranks \[1\] cannot see .*/minirl-.*TMPDIR", words), words
 
 
 @pytest.mark.parametrize("told", [(cannot_write, 2)], indirect=True)
