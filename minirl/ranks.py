@@ -20,6 +20,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
+PID_NAMESPACE = os.readlink("/proc/self/ns/pid")
 SLOT_BYTES = 8192
 MAX_WORDS = 600
 """Characters of a failure; escaped in JSON they still fit into a slot."""
@@ -42,6 +43,7 @@ class Place:
 
     rank: int
     pid: int
+    """In its own namespace."""
     since: float
     """By time.monotonic(), which is the same for all processes."""
     state: Literal["running", "ending", "failed"] = "running"
@@ -49,10 +51,14 @@ class Place:
     operation: str = ""
     words: str = ""
     """Why it failed."""
+    pid_namespace: str = PID_NAMESPACE
 
     @property
     def process(self) -> Literal["runs", "is stopped", "is gone"]:
-        """What the kernel says; a zombie is gone."""
+        """What the kernel says; a zombie is gone. Of a node that is a container nothing is known:
+        processes have other numbers there."""
+        if self.pid_namespace != PID_NAMESPACE:
+            return "runs"
         try:
             letter = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:

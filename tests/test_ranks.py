@@ -277,3 +277,4 @@ def test_a_process_that_is_gone() -> None:
     os.waitpid(child, 0)
     assert place.process == "is gone"
     assert replace(place, pid=os.getpid()).process == "runs"
+    assert replace(place, pid_namespace="of a container").process == "runs"  # for all that is known
