@@ -1,10 +1,12 @@
 """Tensors that leave the device while nobody computes with them."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -21,6 +23,7 @@ class Offload:
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self._tensors = tensors
+        self._host = torch.empty(0, dtype=torch.uint8)
         self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
         self._users = 0
         self._send()
@@ -39,15 +42,16 @@ class Offload:
                 self._send()
 
     def _send(self) -> None:
-        for tensor in self._tensors():
-            storage = tensor.untyped_storage()
-            if not storage.nbytes():
-                continue
-            on_host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)
+        storages = [s for tensor in self._tensors() if (s := tensor.untyped_storage()).nbytes()]
+        sizes = [storage.nbytes() for storage in storages]
+        if sum(sizes) > len(self._host):
+            self._host = host_memory(sum(sizes), pinned=storages[0].is_cuda)
+        parts = self._host[: sum(sizes)].split(sizes)
+        self._away = list(zip(storages, parts, strict=True))
+        for storage, on_host in self._away:
             on_host.copy_(_bytes(storage), non_blocking=True)
-            self._away.append((storage, on_host))
         _settle(self._away)
-        for storage, _ in self._away:
+        for storage in storages:
             storage.resize_(0)
 
     def _fetch(self) -> None:
@@ -56,6 +60,16 @@ class Offload:
             _bytes(storage).copy_(on_host, non_blocking=True)
         _settle(self._away)
         self._away = []
+
+
+def host_memory(num_bytes: int, *, pinned: bool) -> Tensor:
+    """So many bytes [num_bytes]. `pinned` by the driver: what torch allocates pinned has the next
+    power of two as its size, for the weights of an 8B model a third more."""
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    if pinned:
+        pin_memory(memory.data_ptr(), num_bytes)
+        weakref.finalize(memory, unpin_memory, memory.data_ptr()).atexit = False
+    return memory
 
 
 def weights(model: nn.Module) -> Callable[[], Iterable[Tensor]]:

@@ -8,7 +8,7 @@ from trainer_helpers import alone, make_batch, make_config, save_model
 
 from minirl.config import OptimConfig, RefConfig
 from minirl.trainer.determinism import parameter_hash
-from minirl.trainer.offload import optimizer_state, weights
+from minirl.trainer.offload import Offload, host_memory, optimizer_state, weights
 from minirl.trainer.policy import PolicyTrainer, ReferencePolicy
 
 
@@ -75,6 +75,24 @@ def test_updates_are_the_same_bit_by_bit(folder, tmp_path):
     for offload in ("optimizer", "all"):
         for mine, plain in zip(found[offload], found["none"], strict=True):
             torch.testing.assert_close(mine, plain, atol=0, rtol=0)
+
+
+def test_host_memory_has_the_size_of_what_rests_there(monkeypatch):
+    pinned = {}
+    monkeypatch.setattr("minirl.trainer.offload.pin_memory", pinned.__setitem__)
+    monkeypatch.setattr("minirl.trainer.offload.unpin_memory", pinned.pop)
+    memory = host_memory(3 * 2**20, pinned=True)
+    assert pinned == {memory.data_ptr(): memory.untyped_storage().nbytes()}
+    assert pinned[memory.data_ptr()] == 3 * 2**20
+    del memory
+    assert pinned == {}
+    linear = torch.nn.Linear(3, 5)
+    away = Offload(weights(linear))
+    assert len(away._host) == (3 * 5 + 5) * 4
+    place = away._host.data_ptr()
+    with away.here():
+        assert held(weights(linear)) == len(away._host)
+    assert away._host.data_ptr() == place, "the same every time"
 
 
 def test_the_reference_rests_too(folder):
