@@ -65,11 +65,14 @@ class RunFiles:
 
         try:
             model = load_config([str(self._dir / "config.yaml")]).model
+        except ConfigError as error:
+            return None, str(error)
+        try:
             tokenizer: Any = AutoTokenizer.from_pretrained(
                 model.path, trust_remote_code=model.trust_remote_code
             )
-        except (ConfigError, OSError, ValueError) as error:
-            return None, str(error).strip().splitlines()[0]
+        except (OSError, ValueError) as error:
+            return None, f"model.path={model.path}: {str(error).strip().splitlines()[0]}"
         return tokenizer.decode, None
 
 
