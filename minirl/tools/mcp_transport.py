@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal
@@ -36,6 +37,17 @@ class MCPConfig(msgspec.Struct, frozen=True, kw_only=True):
     def server(self) -> str:
         """Which server it is, in messages."""
         return f"MCP server {self.url or ' '.join(self.command or [])!r}"
+
+
+ENDS_WITH_US = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+try:
+    os.execvp(sys.argv[1], sys.argv[1:])
+except OSError as error:
+    sys.exit(f"{error.strerror}: {sys.argv[1]!r}")
+"""
+"""Becomes a server. One that hangs would not see the end of its stdin when we are killed."""
 
 
 class StderrTail:
@@ -87,7 +99,7 @@ async def open_transport(
     """The SDK's pair of streams (from the server, to it)."""
     if config.command:
         parameters = StdioServerParameters(
-            command=config.command[0], args=config.command[1:], env=config.env
+            command=sys.executable, args=["-ISc", ENDS_WITH_US, *config.command], env=config.env
         )
         async with stdio_client(parameters, errlog=stderr.file) as (read, write):
             yield _Watched(read, on_end), write

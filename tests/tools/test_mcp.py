@@ -296,7 +296,8 @@ async def test_chaos(url, listings, monkeypatch):
     await close(tools)
 
 
-def test_no_server_survives_a_killed_trainer():
+@pytest.mark.parametrize("hangs", [False, True])
+def test_no_server_survives_a_killed_trainer(hangs):
     program = f"""
         import asyncio
         from minirl.tools.mcp import MCPTool, Links, parse_config
@@ -313,6 +314,8 @@ def test_no_server_survives_a_killed_trainer():
     command = [sys.executable, "-c", textwrap.dedent(program)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
         server = psutil.Process(int(trainer.stdout.readline()))
+        if hangs:
+            server.suspend()
         trainer.kill()
     psutil.wait_procs([server], timeout=30)
     assert not server.is_running()
