@@ -80,20 +80,20 @@ class Run:
 @asynccontextmanager
 async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Run]:
     """Check the inputs, join the world, start engine and trainer at once; in the end close all."""
-    is_main = int(os.environ.get("RANK", 0)) == 0
+    rank = int(os.environ.get("RANK", 0))
+    is_main = rank == 0
     disable_progress_bar()
-    inputs = read_inputs(config, training=training) if is_main else None
-    if is_main and config.rollout.agent.num_workers:
-        begin_imports()
     on_trainer = TrainerThread()
     async with AsyncExitStack() as stack:
+        stack.enter_context(_logging(config.trainer.run_dir / "logs" / f"rank_{rank}.log"))
+        inputs = read_inputs(config, training=training) if is_main else None
+        if is_main and config.rollout.agent.num_workers:
+            begin_imports()
         stack.enter_context(deterministic(config.trainer.deterministic))
         stack.enter_context(rare_collections())
         world = stack.enter_context(distributed(config))
         if world.device.type == "cuda":
             await on_trainer(torch.cuda.set_device, world.device)  # each thread has its own
-        log_file = config.trainer.run_dir / "logs" / f"rank_{world.rank}.log"
-        stack.enter_context(_logging(log_file))
         stack.enter_context(WAITS.explained(config.rollout.stall_warning_s))
         CONVERSATION.set(f"rank {world.rank}")
         folder = await on_trainer(world.broadcast_text, SOCKETS.make() if is_main else "")
