@@ -33,6 +33,7 @@ from minirl.rollout.server import (
 from minirl.rollout.weight_sync import WeightSync
 from minirl.rollout.worker import LocalWorker, Workers, rare_collections
 from minirl.rollout.worker_pool import begin_imports, open_pool
+from minirl.tools import BaseTool
 from minirl.trainer.checkpoint import Checkpoints
 from minirl.trainer.critic import CriticTrainer
 from minirl.trainer.determinism import deterministic
@@ -40,9 +41,13 @@ from minirl.trainer.policy import AdapterlessPolicy, PolicyTrainer, ReferencePol
 from minirl.trainer.reward_model import RewardModel
 from minirl.waits import CONVERSATION, WAITS, within
 
+logger = logging.getLogger(__name__)
+
 HEALTH_INTERVAL_S = 1.0
 SAVE_GRACE_S = 5.0
 """In which a checkpoint that is being written may still be completed when the run ends early."""
+TOOL_CLOSE_S = 20.0
+"""For a tool to drop what all conversations share; MCP's sessions take up to 15."""
 
 
 class StderrWarnings(logging.Handler):
@@ -193,7 +198,7 @@ async def _connect(
 ) -> AgentLoopManager:
     """Rank 0: clients to every engine, the agent-loop workers and their manager."""
     for tool in inputs.tools.values():
-        stack.push_async_callback(tool.aclose)
+        stack.push_async_callback(_close, tool)
     clients = [
         await stack.enter_async_context(ServerClient(address, f"engine {index}"))
         for index, address in enumerate(addresses)
@@ -213,6 +218,15 @@ async def _connect(
         stack.push_async_callback(loops.aclose)
         workers = LocalWorker(loops, router, pace)
     return AgentLoopManager(config, workers, clients)
+
+
+async def _close(tool: BaseTool) -> None:
+    """One that hangs does not keep the run from ending."""
+    try:
+        async with asyncio.timeout(TOOL_CLOSE_S):
+            await tool.aclose()
+    except TimeoutError:
+        logger.warning("tool %r was not closed within %g s", tool.name, TOOL_CLOSE_S)
 
 
 @asynccontextmanager

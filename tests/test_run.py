@@ -1,8 +1,9 @@
+import asyncio
 import json
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from scripted_engine import ScriptedEngine
@@ -13,6 +14,7 @@ from minirl.config import Config, load_config
 from minirl.distributed import Dist
 from minirl.rollout.vllm_server import VLLMServer
 from minirl.testing import ScriptedServer
+from minirl.tools import BaseTool
 
 
 async def test_no_engine_draws_what_another_one_draws(monkeypatch: Any) -> None:
@@ -30,6 +32,32 @@ async def test_no_engine_draws_what_another_one_draws(monkeypatch: Any) -> None:
             world = Dist(rank=rank, world_size=2, local_rank=rank, device=torch.device("cpu"))
             await run._start_engine(config, world, stack)
     assert seeds[0] == seeds[2] != seeds[1]
+
+
+class Endless(BaseTool):
+    """Is never closed."""
+
+    schema: ClassVar = {"type": "function", "function": {"name": "endless"}}
+
+    async def execute(self, *_: Any, **kwargs: Any) -> Any: ...
+
+    async def aclose(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_tool_that_hangs_when_it_is_closed_does_not_keep_the_run(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setattr(run, "TOOL_CLOSE_S", 0.05)
+    project = make_project(tmp_path)
+    (project / "tools.yaml").write_text("tools: [{class_name: 'test_run:Endless'}]")
+    config = make_config(
+        project, "endless", f"data.val_files=[{project}/rows.jsonl]",
+        f"rollout.multi_turn.tool_config_path={project}/tools.yaml",
+    )  # fmt: skip
+    async with asyncio.timeout(120), scripted_run(config, training=False):
+        pass
+    assert "tool 'endless' was not closed within 0.05 s" in caplog.text
 
 
 async def test_what_is_said_of_the_inputs_is_in_the_log(tmp_path: Path) -> None:
