@@ -106,7 +106,10 @@ class ToolSession:
         ]
 
     async def calc_rewards(self, trajectory: Trajectory) -> None:
-        """Ask every tool that was used for its reward of the whole trajectory."""
+        """Ask every tool that was used for its reward of the whole trajectory.
+
+        ValueError when that is not finite; what a tool raises passes through.
+        """
         for name, instance in self._instances.items():
             start = time.perf_counter()
             async with asyncio.timeout(self._limits.tool_timeout_s):
@@ -114,6 +117,8 @@ class ToolSession:
                 with WAITS.on(f"reward of tool {name!r}"):
                     work = self.tools[name].calc_reward(instance, **kwargs)
                     reward = float(await watch_blocking(work, self.tools[name]))
+            if not math.isfinite(reward):
+                raise ValueError(f"tool {name!r}: calc_reward() returned {reward}")
             key, end = f"tool/{name}", time.perf_counter()
             trajectory.reward_breakdown[key] = reward
             trajectory.rewards.append(RewardRecord(name=key, value=reward, start=start, end=end))

@@ -84,6 +84,19 @@ async def test_a_reward_that_hangs_is_given_up_and_its_tool_released():
     assert tool.log == [("release", "i", {})]
 
 
+async def test_a_reward_that_is_not_finite_is_refused():
+    class Broken(Recorder):
+        async def calc_reward(self, instance_id, **kwargs):
+            return float("nan")
+
+    trajectory = one_turn()
+    with pytest.raises(ValueError, match=r"tool 'recorder': calc_reward\(\) returned nan"):
+        async with ToolSession({"recorder": Broken()}, MultiTurnConfig(), TOKENIZER) as tools:
+            tools._instances["recorder"] = "i"
+            await tools.calc_rewards(trajectory)
+    assert trajectory.reward_breakdown == {}
+
+
 async def test_a_release_may_take_longer_than_a_call():
     class Slow(Recorder):
         async def release(self, instance_id, **kwargs):
