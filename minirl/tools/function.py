@@ -48,7 +48,15 @@ class FunctionTool(BaseTool):
     ) -> tuple[ToolResponse, float, dict[str, float]]:
         """Call the function, in a thread unless it is async; show its result as text or JSON."""
         arguments = {**self.config, **execute_kwargs, **parameters}
+        for name, value in parameters.items():
+            if isinstance(value, float) and value.is_integer() and self._takes_int(name):
+                arguments[name] = int(value)
         return _as_response(await run_function(self.function, **arguments)), 0.0, {}
+
+    def _takes_int(self, name: str) -> bool:
+        """JSON's 3.0 is an integer, Python's is not."""
+        schema = self.parameters_schema["properties"][name]
+        return any(kind.get("type") == "integer" for kind in schema.get("anyOf", [schema]))
 
 
 def function_tool(function: Callable[..., Any]) -> FunctionTool:

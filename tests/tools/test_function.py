@@ -77,6 +77,17 @@ async def test_results_become_text():
     assert (await echo.execute("id", {"text": "a"}))[0].text == "a"
 
 
+async def test_a_whole_number_is_an_int_where_one_is_wanted():
+    @function_tool
+    def show(a: int, b: int | None, c: float, d: str | float) -> str:
+        """Say what it is."""
+        return repr((a, b, c, d))
+
+    arguments = {"a": 3.0, "b": 3.0, "c": 3.0, "d": 3.0}
+    assert show.find_problem(arguments) is None
+    assert (await show.execute("id", arguments))[0].text == "(3, 3, 3.0, 3.0)"
+
+
 async def test_a_plain_function_leaves_the_event_loop_free():
     released = threading.Event()
 
