@@ -49,7 +49,8 @@ class Session:
         Needs a running event loop. Returns at once; what comes next waits until it is open.
         """
         self.ended = False
-        self._stderr = StderrTail()  # may raise: before there is a task that others wait for
+        # May raise: before there is a task that others wait for.
+        self._stderr = StderrTail() if config.command else None
         self.task = asyncio.create_task(self._hold(starting), name=config.server)
         self._config = config
         self._report = report
@@ -135,7 +136,7 @@ class Session:
             self._problem = explain(error)
         finally:
             self.ended = True
-            self._problem += self._stderr.close()
+            self._problem += self._stderr.close() if self._stderr else ""
             self._settled.set()
             if self._report and not self._closing:
                 self._report(f"{self._config.server} is lost: {self._problem}")

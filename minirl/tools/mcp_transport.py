@@ -94,10 +94,10 @@ class _Watched(ObjectReceiveStream[Any]):
 
 @asynccontextmanager
 async def open_transport(
-    config: MCPConfig, stderr: StderrTail, on_end: Callable[[], None]
+    config: MCPConfig, stderr: StderrTail | None, on_end: Callable[[], None]
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """The SDK's pair of streams (from the server, to it)."""
-    if config.command:
+    """The SDK's pair of streams (from the server, to it); `stderr` for one with a command."""
+    if config.command and stderr:
         parameters = StdioServerParameters(
             command=sys.executable, args=["-ISc", ENDS_WITH_US, *config.command], env=config.env
         )

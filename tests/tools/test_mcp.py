@@ -228,7 +228,7 @@ async def test_a_session_that_waits_for_its_turn_to_start_is_closed_at_once(list
 async def test_a_lack_of_files_is_told_at_once_and_the_next_call_starts_anew(
     url, listings, monkeypatch
 ):
-    tools = new_tools("http", url, listings)
+    tools = new_tools("stdio", url, listings) | new_tools("http", url, listings, prefix="web_")
 
     def no_pipe():
         raise OSError(errno.EMFILE, "Too many open files")
@@ -237,6 +237,7 @@ async def test_a_lack_of_files_is_told_at_once_and_the_next_call_starts_anew(
         patch.setattr(os, "pipe", no_pipe)
         with pytest.raises(OSError, match="Too many open files"):
             await execute(tools, "add", a=1, b=2)
+        assert await execute(tools, "web_add", a=1, b=2) == "3"  # has no stderr to read
     assert await execute(tools, "add", a=1, b=2) == "3"
     await close(tools)
 
