@@ -136,9 +136,9 @@ def open_record(config: Config, run_dir: Path, step: int) -> RunRecord:
         )
     starts: list[tuple[int, Path | None]] = [(0, None)]
     starts += checkpoint.complete(run_dir / "checkpoints")
-    first, start = [(number, path) for number, path in starts if number < max(step, 1)][-1]
+    first, start = [(number, path) for number, path in starts if number < step][-1]
     record = RunRecord(run_dir=run_dir, last_step=step, config=config, checkpoint=start)
-    for number in range(first + 1, max(step, 1) + 1):
+    for number in range(first + 1, step + 1):
         if not journal_path(run_dir, number).is_file():
             raise ConfigError(f"{run_dir}: has no record of step {number}, which STEP={step} needs")
         check_record(journal_path(run_dir, number), config)
@@ -227,7 +227,7 @@ async def replay(run_dir: Path, step: int, config: Config) -> None:
 
 def main(arguments: list[str]) -> None:
     """The command."""
-    if len(arguments) == 2 and arguments[1].isdecimal():
+    if len(arguments) == 2 and arguments[1].isdecimal() and int(arguments[1]) > 0:
         run_dir = Path(arguments[0])
         command = partial(replay, run_dir, int(arguments[1]))
         run_command(command, [str(run_dir / "config.yaml")], usage=str(__doc__))

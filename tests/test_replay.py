@@ -16,7 +16,7 @@ from minirl.journal import (
     read_journal,
 )
 from minirl.launch import SOCKETS, _first_cause
-from minirl.replay import ReplayDiffersError, journal_path, replay
+from minirl.replay import ReplayDiffersError, journal_path, main, replay
 from minirl.steps import BadStepsError
 from minirl.train import train
 
@@ -89,6 +89,13 @@ async def test_the_same_trajectories_give_the_same_bits(project: Path, recorded:
     assert [a.differences(b) for a, b in zip(ours, theirs, strict=True)] == [[]] * NUM_STEPS
     assert len({o.parameters for o in ours}) == NUM_STEPS
     assert {"actor/grad_norm", "actor/pg_loss", "critic/grad_norm"} <= ours[0].metrics.keys()
+
+
+def test_steps_count_from_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minirl.replay.run_command", lambda *_, **__: pytest.fail("0 is no step"))
+    with pytest.raises(SystemExit) as ended:
+        main(["runs/x", "0"])
+    assert ended.value.code == 2
 
 
 @pytest.mark.parametrize(("step", "replayed"), [(1, "1 steps"), (7, "3 steps")])
