@@ -57,7 +57,8 @@ async def run_in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any
     if isinstance(error, Exception):
         raise error
     if error is not None:  # SystemExit ends the call, never the program
-        raise RuntimeError(f"{_name(function)} raised {error!r}") from error
+        name = getattr(function, "__name__", type(function).__name__)
+        raise RuntimeError(f"{name} raised {error!r}") from error
     return result  # type: ignore[return-value]
 
 
@@ -98,7 +99,3 @@ def _idle_thread() -> Calls:
 def _serve(calls: Calls) -> None:
     while True:
         calls.get()(calls)
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
