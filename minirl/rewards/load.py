@@ -30,8 +30,6 @@ def load_reward_manager(config: RewardConfig, *, response_length: int) -> Reward
         manager = REWARD_MANAGERS.find(config.reward_manager)
     except ValueError as error:
         raise ConfigError(f"reward.reward_manager: {error}") from error
-    if config.is_model_only:
-        return left_to_the_model
     known = option_names(manager)
     given = {
         "overlong_buffer": config.overlong_buffer,
@@ -47,5 +45,7 @@ def load_reward_manager(config: RewardConfig, *, response_length: int) -> Reward
                 f"reward.{section}: reward_manager={config.reward_manager} has no such option; "
                 f"set reward.reward_manager={owner}, or reward.{section}=null"
             )
+    if config.is_model_only:
+        return left_to_the_model
     options = {name: value for name, value in given.items() if name in known}
     return manager(load_reward_function(config), **options)

@@ -1,6 +1,6 @@
 import pytest
 
-from minirl.config import ConfigError, OverlongBufferConfig, RewardConfig
+from minirl.config import ConfigError, OverlongBufferConfig, RewardConfig, RewardModelConfig
 from minirl.rewards import load_reward_manager, reward_number
 from minirl.types import TokenOutput, Trajectory
 
@@ -30,8 +30,9 @@ async def test_without_a_buffer_it_is_naive():
     assert trajectory.reward == 1
 
 
-def test_a_buffer_that_nothing_reads_is_refused():
-    config = RewardConfig(overlong_buffer=OverlongBufferConfig())
+@pytest.mark.parametrize("model", [None, RewardModelConfig(path="m", combine="only")])
+def test_a_buffer_that_nothing_reads_is_refused(model):
+    config = RewardConfig(overlong_buffer=OverlongBufferConfig(), reward_model=model)
     with pytest.raises(ConfigError, match=r"reward\.overlong_buffer: reward_manager=naive has no"):
         load_reward_manager(config, response_length=100)
 
