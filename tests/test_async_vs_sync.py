@@ -44,6 +44,7 @@ from benchmarks.async_vs_sync.timeline import CAUSES, WORKING, Conversation, att
 from benchmarks.async_vs_sync.workload import Distribution, Plan, Turn, Workload
 from minirl.agent_loop import run_agent_loop
 from minirl.config import Config, ConfigError, load_config
+from minirl.inputs import read_inputs
 from minirl.launch import SOCKETS
 from minirl.rollout.manager import TooManyFailuresError
 from minirl.rollout.server import ServerStats
@@ -524,6 +525,25 @@ def test_a_conversation_that_is_too_long_is_told_before_an_engine_starts() -> No
     loaded = load_settings(FOLDER / "cpu.yaml")
     with pytest.raises(ConfigError, match=r"rollout\.response_length: got 64; a conv"):
         check_lengths(loaded.cases, loaded, config)
+
+
+def test_prompts_are_as_long_as_was_checked(tmp_path: Path) -> None:
+    """The tool's schema is in none of them: it would be hundreds of tokens."""
+    loaded, rows = load_settings(FOLDER / "cpu.yaml"), tmp_path / "rows.jsonl"
+    path = write_run(loaded, tmp_path, make_model(loaded, tmp_path), rows)
+    config = load_config([str(path), f"data.max_prompt_length={32 + TEMPLATE_TOKENS}"])
+    check_lengths([Case(workload="search", conversations=[8])], loaded, config)
+    write_rows(loaded, config.rollout.n, rows)
+    assert len(read_inputs(config).train_rows) == 4
+
+
+def test_a_prompt_before_responses_of_some_time_is_checked_too() -> None:
+    loaded = load_settings(FOLDER / "cpu.yaml")
+    config = load_config(["model.path=none", f"data.max_prompt_length={15 + TEMPLATE_TOKENS}"])
+    with pytest.raises(
+        ConfigError, match=r"data\.max_prompt_length: got \d+; a conv.* of textbook"
+    ):
+        check_lengths([Case(workload="textbook", conversations=[8])], loaded, config)
 
 
 @pytest.mark.parametrize("given", [{}, {"seed": 5}])
