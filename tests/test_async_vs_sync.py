@@ -525,6 +525,8 @@ def test_a_conversation_that_is_too_long_is_told_before_an_engine_starts() -> No
     loaded = load_settings(FOLDER / "cpu.yaml")
     with pytest.raises(ConfigError, match=r"rollout\.response_length: got 64; a conv"):
         check_lengths(loaded.cases, loaded, config)
+    with pytest.raises(ConfigError, match=r"max_model_len: got 192; the engine's speed .* of 256"):
+        check_lengths([], loaded, replace(config, data=replace(config.data, max_prompt_length=128)))
 
 
 def test_prompts_are_as_long_as_was_checked(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from benchmarks.async_vs_sync.speed import LONG
 from benchmarks.async_vs_sync.workload import Workload
 from benchmarks.shapes import SHAPES, random_model
 from minirl.config import Config, ConfigError, require
@@ -225,6 +226,8 @@ def check_lengths(cases: Sequence[Case], settings: Settings, config: Config) -> 
     Of responses that are given as times no more is known yet than that an engine samples a token
     per second: an agent loop refuses longer ones.
     """
+    words = f"the engine's speed is measured with prompts of {LONG} tokens; set more under `run`"
+    require(config.max_model_len > LONG, "rollout.max_model_len", config.max_model_len, words)
     steps, seed = settings.steps, settings.seed
     of_steps = []
     if steps:
