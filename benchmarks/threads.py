@@ -25,6 +25,11 @@ from benchmarks.measure import ratios
 from benchmarks.results import make_parser, start_load, table, write
 
 ARMS = {"one": {"OMP_NUM_THREADS": "1"}, "every": {}, "spinning": {"GOMP_SPINCOUNT": "300000"}}
+LOOP = """\
+import os, sys
+while os.getppid() == int(sys.argv[1]):  # until what started it is gone, however that ended
+    for _ in range(10_000_000): pass
+"""
 PHASES = ("old_log_prob", "update_actor")
 
 
@@ -44,7 +49,7 @@ def measure(arm: str) -> dict[str, float]:
 @contextmanager
 def busy(count: int) -> Iterator[None]:
     """That many processes, each of which takes what it is given of a core."""
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    loops = [subprocess.Popen([sys.executable, "-c", LOOP, str(os.getpid())]) for _ in range(count)]
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import gc
 import json
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -144,6 +145,21 @@ def test_every_core_counts_whatever_the_shell_says_of_threads(monkeypatch: Any) 
     for arm in threads.ARMS:
         assert threads.measure(arm) == {"old_log_prob": 2.0, "update_actor": 4.0}
     assert given == threads.ARMS
+
+
+def test_what_keeps_a_core_busy_ends_with_its_benchmark(monkeypatch: Any) -> None:
+    loops, popen = list[subprocess.Popen[bytes]](), subprocess.Popen
+
+    def start(command: list[str]) -> subprocess.Popen[bytes]:
+        loops.append(popen(command))
+        return loops[-1]
+
+    monkeypatch.setattr(threads.subprocess, "Popen", start)
+    with threads.busy(1):
+        assert loops[0].poll() is None
+    monkeypatch.setattr(threads, "os", SimpleNamespace(getpid=lambda: -1))  # which is gone
+    with threads.busy(1):
+        assert loops[1].wait(timeout=120) == 0
 
 
 def test_the_demos_first_step_is_none_of_an_earlier_run(
