@@ -70,14 +70,16 @@ def rollout_correction(
     a threshold that does not fit.
     """
     batch = _Batch.of(old_logprobs - rollout_logprobs, response_mask, sequence_ids)
+    if not batch.valid.any():
+        nothing = None if rollout_is is None else torch.zeros_like(batch.x)
+        return Correction(weights=nothing, response_mask=response_mask, metrics={})
     metrics = _mismatch_metrics(batch, old_logprobs, rollout_logprobs)
-    weights = None
+    weights, kept = None, response_mask
     if rollout_is is not None:
         weights, is_metrics = _importance_weights(
             batch, rollout_is, rollout_is_threshold, rollout_is_batch_normalize
         )
         metrics |= is_metrics
-    kept = response_mask
     if rollout_rs is not None:
         kept, rs_metrics = _reject(batch, rollout_rs, rollout_rs_threshold)
         metrics |= rs_metrics
@@ -116,7 +118,7 @@ class _Batch:
         return self.sequences.sum(self.mask) > 0
 
     def mean(self, per_token: Tensor) -> Tensor:
-        return (per_token * self.mask).sum() / self.mask.sum().clamp(min=1)
+        return (per_token * self.mask).sum() / self.mask.sum()
 
     def sequence_means(self, per_token: Tensor) -> Tensor:
         """Of the valid sequences."""
@@ -125,8 +127,6 @@ class _Batch:
 
 def _mismatch_metrics(batch: _Batch, old: Tensor, rollout: Tensor) -> dict[str, Tensor]:
     """KL(rollout || train), perplexities, chi^2(train || rollout)."""
-    if not batch.valid.any():
-        return {}
     x, masked = batch.x, batch.mask == 0
     train_log_ppl = -batch.sequence_means(old.masked_fill(masked, 0.0))
     rollout_log_ppl = -batch.sequence_means(rollout.masked_fill(masked, 0.0))
@@ -174,8 +174,6 @@ def _importance_weights(
 def _weight_metrics(
     batch: _Batch, weights: Tensor, raw: Tensor, lower: float, upper: float
 ) -> dict[str, Tensor]:
-    if not batch.valid.any():
-        return {}
     applied = weights[batch.mask > 0]
     per_sequence, raw_sequence = batch.sequence_means(weights), batch.sequence_means(raw)
     mean_square = (applied / (applied.mean() + 1e-8)).square().mean()
@@ -207,13 +205,10 @@ def _reject(
         lower, upper = _rs_bounds(name, threshold)
         keep &= (statistic >= lower) & (statistic <= upper)
         kept = kept * keep
-        if batch.valid.any():
-            values = statistic[batch.mask > 0]
-            prefix = f"rollout_rs_{name}"
-            metrics |= {f"{prefix}_mean": values.mean(), f"{prefix}_max": values.max()}
-            metrics |= {f"{prefix}_min": values.min()}
-            metrics |= _rejected(prefix, batch, keep)
-    return kept, metrics | (_rejected("rollout_rs", batch, kept > 0) if batch.valid.any() else {})
+        values, prefix = statistic[batch.mask > 0], f"rollout_rs_{name}"
+        metrics |= {f"{prefix}_mean": values.mean(), f"{prefix}_max": values.max()}
+        metrics |= {f"{prefix}_min": values.min()} | _rejected(prefix, batch, keep)
+    return kept, metrics | _rejected("rollout_rs", batch, kept > 0)
 
 
 def _rejected(prefix: str, batch: _Batch, keep: Tensor) -> dict[str, Tensor]:
