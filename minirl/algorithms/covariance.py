@@ -22,22 +22,25 @@ from minirl.types import LossInputs
 def select_clip_cov(
     inputs: LossInputs,
     *,
-    allowed: Tensor | None = None,
+    clip_ratio: float = 0.2,
+    clip_ratio_low: float | None = None,
+    clip_ratio_high: float | None = None,
     clip_cov_ratio: float = 0.0002,
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
     seed: int = 0,
 ) -> Tensor:
-    """Draw max(1, clip_cov_ratio x tokens) of the tokens with clip_cov_lb < cov < clip_cov_ub.
+    """Draw max(1, clip_cov_ratio x tokens) of the tokens with clip_cov_lb < cov < clip_cov_ub that
+    PPO does not clip anyhow.
 
     Give it the whole mini-batch; before the first update of a step, `old_logprobs` may stand for
-    `logprobs`. `allowed` leaves out tokens that are clipped anyhow. Returns a bool per token.
+    `logprobs`. Returns a bool per token.
     """
+    low, high = clip_sides(clip_ratio, clip_ratio_low, clip_ratio_high)
+    _, was_clipped = clipped_objective(log_ratio(inputs).exp(), inputs.advantages, low, high)
     covariance = _covariance(inputs)
     inside = (covariance > clip_cov_lb) & (covariance < clip_cov_ub) & (inputs.response_mask > 0)
-    if allowed is not None:
-        inside &= allowed
-    candidates = inside.flatten().nonzero().squeeze(1)
+    candidates = (inside & ~was_clipped).flatten().nonzero().squeeze(1)
     count = max(int(clip_cov_ratio * float(inputs.response_mask.sum())), 1)
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randperm(candidates.numel(), generator=generator)[:count]
@@ -45,11 +48,13 @@ def select_clip_cov(
 
 
 @torch.no_grad()
-def select_kl_cov(inputs: LossInputs, *, kl_cov_ratio: float = 0.0002) -> Tensor:
+def select_kl_cov(
+    inputs: LossInputs, *, kl_cov_ratio: float = 0.0002, ppo_kl_coef: float = 1.0, seed: int = 0
+) -> Tensor:
     """Choose the max(1, kl_cov_ratio x tokens) tokens with the largest cov. Bool per token.
 
     Give it the whole mini-batch; before the first update of a step, `old_logprobs` may stand for
-    `logprobs`.
+    `logprobs`. It draws nothing, so that `seed` says nothing, nor does the weight of the penalty.
     """
     num_tokens = int(inputs.response_mask.sum())
     count = min(max(int(num_tokens * kl_cov_ratio), 1), num_tokens)
@@ -57,31 +62,8 @@ def select_kl_cov(inputs: LossInputs, *, kl_cov_ratio: float = 0.0002) -> Tensor
     return _flags(covariance.flatten().topk(count).indices, inputs)
 
 
-@torch.no_grad()
-def choose_clip_cov(
-    inputs: LossInputs,
-    *,
-    seed: int,
-    clip_ratio: float = 0.2,
-    clip_ratio_low: float | None = None,
-    clip_ratio_high: float | None = None,
-    **bounds: float,
-) -> Tensor:
-    """`select_clip_cov` among the tokens that PPO does not clip anyhow."""
-    low, high = clip_sides(clip_ratio, clip_ratio_low, clip_ratio_high)
-    _, clipped = clipped_objective(log_ratio(inputs).exp(), inputs.advantages, low, high)
-    return select_clip_cov(inputs, allowed=~clipped, seed=seed, **bounds)
-
-
-def choose_kl_cov(
-    inputs: LossInputs, *, seed: int, kl_cov_ratio: float = 0.0002, ppo_kl_coef: float = 1.0
-) -> Tensor:
-    """`select_kl_cov`, which draws nothing and so needs no seed."""
-    return select_kl_cov(inputs, kl_cov_ratio=kl_cov_ratio)
-
-
 @POLICY_LOSSES.register("clip_cov")
-@requires(select=choose_clip_cov)
+@requires(select=select_clip_cov)
 def clip_cov(
     inputs: LossInputs,
     *,
@@ -102,11 +84,12 @@ def clip_cov(
     Paper: Cui et al., The entropy mechanism of RL for reasoning language models, 2025.
     """
     low, high = clip_sides(clip_ratio, clip_ratio_low, clip_ratio_high)
-    loss, was_clipped = clipped_objective(log_ratio(inputs).exp(), inputs.advantages, low, high)
+    loss, _ = clipped_objective(log_ratio(inputs).exp(), inputs.advantages, low, high)
     if selected is None:
         selected = select_clip_cov(
             inputs,
-            allowed=~was_clipped,
+            clip_ratio_low=low,
+            clip_ratio_high=high,
             clip_cov_ratio=clip_cov_ratio,
             clip_cov_lb=clip_cov_lb,
             clip_cov_ub=clip_cov_ub,
@@ -116,7 +99,7 @@ def clip_cov(
 
 
 @POLICY_LOSSES.register("kl_cov")
-@requires(select=choose_kl_cov)
+@requires(select=select_kl_cov)
 def kl_cov(
     inputs: LossInputs,
     *,

@@ -35,9 +35,11 @@ def test_clip_cov_draws_between_the_bounds(inputs):
     again = select_clip_cov(inputs, clip_cov_ratio=0.2, seed=7, **bounds)
     assert torch.equal(again, one[7])
     assert not select_clip_cov(inputs, clip_cov_lb=5.0, clip_cov_ub=9.0).any()
-    third_only = torch.tensor([[True, False, True, True, True, True]])
-    allowed = select_clip_cov(inputs, clip_cov_ratio=0.4, allowed=third_only, **bounds)
-    assert allowed.flatten().nonzero().tolist() == [[3]]
+    inputs.old_logprobs[0, 1] += 1.0  # A < 0 and a ratio below 0.8: PPO clips it
+    unclipped = select_clip_cov(inputs, clip_cov_ratio=0.4, **bounds)
+    assert unclipped.flatten().nonzero().tolist() == [[3]]
+    loose = select_clip_cov(inputs, clip_cov_ratio=0.4, clip_ratio_low=0.7, **bounds)
+    assert torch.equal(loose, both)
 
 
 def test_the_draw_ignores_the_global_generator(inputs):
