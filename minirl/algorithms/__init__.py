@@ -18,7 +18,6 @@ Numbers are verl's for the same inputs; README.md in this folder has a table of 
 from minirl.algorithms.advantages import (
     ADV_ESTIMATORS,
     compute_advantages,
-    equal_reward_fraction,
     group_difficulty,
     whiten,
 )
@@ -57,7 +56,6 @@ __all__ = [
     "apply_kl_penalty",
     "check_agg_mode",
     "compute_advantages",
-    "equal_reward_fraction",
     "explained_variance",
     "group_difficulty",
     "kl_estimate",

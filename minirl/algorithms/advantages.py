@@ -51,14 +51,6 @@ def compute_advantages(name: str, inputs: AdvantageInputs, **options: object) ->
     return advantages.masked_fill(masked, 0.0), returns.masked_fill(masked, 0.0)
 
 
-def equal_reward_fraction(inputs: AdvantageInputs) -> float:
-    """Share of groups whose rewards are all equal: they carry no signal. 0 when nothing trains."""
-    trains = inputs.response_mask.sum(1) > 0
-    groups, scores = Segments.of_groups(inputs.group_ids[trains]), _scores(inputs)[trains]
-    equal = groups.max(scores) == -groups.max(-scores)
-    return float(equal.sum()) / max(groups.num, 1)
-
-
 # --- Per token ---
 
 

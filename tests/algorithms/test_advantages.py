@@ -11,7 +11,6 @@ from minirl.algorithms import (
     ADV_ESTIMATORS,
     AdvantageInputs,
     compute_advantages,
-    equal_reward_fraction,
     group_difficulty,
     requirements,
     whiten,
@@ -378,14 +377,6 @@ def test_rewards_are_equal_whatever_turns_earned_them():
         group_ids=torch.zeros(64, dtype=torch.int64),
     )
     assert (compute_advantages("grpo", inputs)[0] == 0).all()
-
-
-def test_equal_reward_fraction():
-    inputs = outcome([0.1, 0.1, 0.1, 1.0, 0.0, 5.0], [4, 4, 4, 8, 8, 9])
-    assert equal_reward_fraction(inputs) == pytest.approx(2 / 3)
-    failed = outcome([0.0, 1.0, 1.0], [0, 0, 0], [0, 1, 1])
-    assert equal_reward_fraction(failed) == 1.0
-    assert equal_reward_fraction(outcome([0.0], [0], [0])) == 0.0
 
 
 def test_whiten_with_nothing_to_whiten():

@@ -7,7 +7,6 @@ from minirl.algorithms import (
     ADV_ESTIMATORS,
     AdvantageInputs,
     compute_advantages,
-    equal_reward_fraction,
     group_difficulty,
     requirements,
 )
@@ -65,7 +64,6 @@ def test_cutting_a_conversation_up_changes_no_advantage(name: str) -> None:
 def test_equal_rewards_stay_exactly_without_advantage() -> None:
     """Whatever the rounding of a mean over three, four and one."""
     assert [by_conversation("grpo", CUT)[sample] for sample in (3, 4)] == [0.0, 0.0]
-    assert equal_reward_fraction(inputs_of(CUT)) == 0.5
 
 
 def test_rewards_of_turns_are_averaged_over_the_stretches() -> None:
