@@ -21,15 +21,13 @@ def value_loss(
     masked = response_mask == 0
     values = values.masked_fill(masked, 0.0)
     old_values, returns = old_values.masked_fill(masked, 0.0), returns.masked_fill(masked, 0.0)
-    loss = (values - returns).square()
-    clipped = torch.zeros_like(loss)
+    loss = near_loss = (values - returns).square()
     if clip_range is not None:
         near = values.clamp(old_values - clip_range, old_values + clip_range)
         near_loss = (near - returns).square()
-        clipped = (near_loss > loss).to(loss.dtype)
-        loss = torch.maximum(loss, near_loss)
+    clipped = (near_loss > loss).to(loss.dtype)
     metrics = {"critic/vf_clipfrac": clipped, "critic/vpred_mean": values.detach()}
-    return 0.5 * loss, metrics
+    return 0.5 * torch.maximum(loss, near_loss), metrics
 
 
 def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> float:
