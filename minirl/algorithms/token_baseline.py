@@ -4,7 +4,6 @@ The weight W of a trajectory at t is a proxy of the squared norm of its score fu
 """
 
 import torch
-from torch import Tensor
 
 from minirl.algorithms.advantages import (
     ADV_ESTIMATORS,
@@ -30,10 +29,20 @@ def optimal_token_baseline(inputs: AdvantageInputs, *, handle_zero_tail: bool = 
 
     Paper: Li et al., The optimal token baseline, 2026.
     """
-    rewards_to_go = discounted_sum(inputs.token_rewards * inputs.response_mask, 1.0)
     assert inputs.logprob_stats is not None
-    energy = inputs.logprob_stats.cumsum(1)
-    baseline = _token_baseline(inputs, rewards_to_go, energy, handle_zero_tail)
+    mask, groups = inputs.response_mask, groups_of(inputs)
+    rewards_to_go = discounted_sum(inputs.token_rewards * mask, 1.0)
+    weight = inputs.logprob_stats.cumsum(1) * mask * groups.shares[:, None]
+    baseline = groups.spread(groups.sum(rewards_to_go * weight) / (groups.sum(weight) + 1e-8))
+    if handle_zero_tail:
+        to_come = discounted_sum(mask, 1.0)  # tokens of the conversation, in any of its stretches
+        if inputs.sample_ids is not None:
+            samples = Segments.of_groups(inputs.sample_ids)
+            to_come = samples.spread(samples.sum(to_come))
+        alive = groups.sum((to_come > 0) * groups.shares[:, None]).round()
+        baseline = torch.where(groups.spread(alive) > 1, baseline, 0.0)
+    alone = groups.spread(groups.size()) == 1
+    baseline = torch.where(alone[:, None], rewards_to_go, baseline)
     return rewards_to_go - baseline, rewards_to_go
 
 
@@ -58,21 +67,3 @@ def tir_optimal_token_baseline(
     advantages, returns = optimal_token_baseline(packed, handle_zero_tail=handle_zero_tail)
     mask = inputs.response_mask
     return spread_sampled(advantages, order, mask), spread_sampled(returns, order, mask)
-
-
-def _token_baseline(
-    inputs: AdvantageInputs, rewards_to_go: Tensor, energy: Tensor, zero_tail: bool
-) -> Tensor:
-    """sum(G W) / sum(W) per group and position, [B, T]."""
-    mask, groups = inputs.response_mask, groups_of(inputs)
-    weight = energy * mask * groups.shares[:, None]
-    baseline = groups.spread(groups.sum(rewards_to_go * weight) / (groups.sum(weight) + 1e-8))
-    if zero_tail:
-        to_come = discounted_sum(mask, 1.0)  # tokens of the conversation, in any of its stretches
-        if inputs.sample_ids is not None:
-            samples = Segments.of_groups(inputs.sample_ids)
-            to_come = samples.spread(samples.sum(to_come))
-        alive = groups.sum((to_come > 0) * groups.shares[:, None]).round()
-        baseline = torch.where(groups.spread(alive) > 1, baseline, 0.0)
-    alone = groups.spread(groups.size()) == 1
-    return torch.where(alone[:, None], rewards_to_go, baseline)
