@@ -226,17 +226,6 @@ def test_rows_and_packed_agree(name, loss_inputs, pack):
         torch.testing.assert_close(packed_metrics[key], value[:, :-1].flatten())
 
 
-@pytest.mark.parametrize("name", EVERY_LOSS)
-def test_row_order_is_irrelevant(name, loss_inputs, take_rows):
-    order = [3, 5, 0, 4, 2, 1]
-    options = options_of(name, loss_inputs)
-    loss, _ = policy_loss(name, loss_inputs, **options)
-    if "selected" in options:
-        options["selected"] = options["selected"][order]
-    shuffled, _ = policy_loss(name, take_rows(loss_inputs, order), **options)
-    torch.testing.assert_close(shuffled, loss[order])
-
-
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))
 @pytest.mark.parametrize("name", EVERY_LOSS)
 def test_gradient_and_metrics_do_not_depend_on_the_cut(name, mode, loss_inputs, take_rows):
