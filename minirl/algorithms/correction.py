@@ -176,13 +176,12 @@ def _weight_metrics(
 ) -> dict[str, Tensor]:
     applied = weights[batch.mask > 0]
     per_sequence, raw_sequence = batch.sequence_means(weights), batch.sequence_means(raw)
-    mean_square = (applied / (applied.mean() + 1e-8)).square().mean()
     return {
         "rollout_is_mean": applied.mean(),
         "rollout_is_max": applied.max(),
         "rollout_is_min": applied.min(),
         "rollout_is_std": applied.std(correction=0),
-        "rollout_is_eff_sample_size": 1 / mean_square.clamp(min=1e-8),
+        "rollout_is_eff_sample_size": applied.mean() ** 2 / (applied**2).mean().clamp(min=1e-30),
         "rollout_is_ratio_fraction_high": batch.mean((raw > upper).to(raw.dtype)),
         "rollout_is_ratio_fraction_low": batch.mean((raw < lower).to(raw.dtype)),
         "rollout_is_seq_mean": per_sequence.mean(),

@@ -74,6 +74,16 @@ def test_sequence_weights():
     torch.testing.assert_close(result.weights, expected)
 
 
+@pytest.mark.parametrize(("threshold", "size"), [(2.0, 1.0), ("0.5_2.0", 0.0)])
+def test_equal_tiny_weights_are_a_whole_sample_and_none_is_an_empty_one(threshold, size):
+    options = {"rollout_is": "sequence", "rollout_is_threshold": threshold}
+    result = rollout_correction(
+        -torch.ones(2, 30), torch.zeros(2, 30), torch.ones(2, 30), **options
+    )
+    name = "rollout_corr/rollout_is_eff_sample_size"
+    assert result.metrics[name] == pytest.approx(size)
+
+
 @pytest.mark.parametrize("threshold", ["0.45_2.0", (0.45, 2.0), [0.45, 2.0]])
 def test_icepop_drops_what_is_outside(threshold):
     result = correct(rollout_is="token", rollout_is_threshold=threshold)
