@@ -279,7 +279,7 @@ def _bounds(key: str, threshold: Threshold) -> tuple[float | None, float]:
     parts = threshold.split("_") if isinstance(threshold, str) else threshold
     try:
         numbers = [float(p) for p in (parts if isinstance(parts, Sequence) else [parts])]
-    except ValueError:
+    except (TypeError, ValueError):
         numbers = []
     if len(numbers) not in (1, 2) or min(numbers) <= 0 or numbers != sorted(numbers):
         raise ValueError(

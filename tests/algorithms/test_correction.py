@@ -199,6 +199,7 @@ def test_probs_diff():
         ({"rollout_is": "token", "rollout_is_threshold": "2_1"}, "rollout_is_threshold: got '2_1'"),
         ({"rollout_is": "token", "rollout_is_threshold": 0}, "rollout_is_threshold: got 0"),
         ({"rollout_is": "token", "rollout_is_threshold": "high"}, "got 'high'; write a number"),
+        ({"rollout_is": "token", "rollout_is_threshold": None}, "got None; write a number"),
         ({"rollout_is": "token", "rollout_is_threshold": 0.55}, "got 0.55; must be at least 1"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "got 0.5; must be at least 1"),
         ({"rollout_rs": "token_k1"}, "rollout_rs_threshold: got null"),
