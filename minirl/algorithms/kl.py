@@ -107,7 +107,9 @@ class FixedKL:
 
 @KL_CONTROLLERS.register("adaptive")
 class AdaptiveKL(FixedKL):
-    """coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) n_steps / horizon).
+    """coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) min(n_steps / horizon, 1)).
+
+    Beyond five horizons in one step it would change its sign.
 
     Paper: Ziegler et al., Fine-tuning language models from human preferences, 2019.
     """
@@ -127,7 +129,7 @@ class AdaptiveKL(FixedKL):
         if math.isnan(current_kl):
             return  # of a step that is not applied; it would stay nan for good
         error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
-        self.value *= 1 + error * n_steps / self.horizon
+        self.value *= 1 + error * min(n_steps / self.horizon, 1)
 
     def state_dict(self) -> dict[str, float]:
         """Return what a checkpoint must hold."""

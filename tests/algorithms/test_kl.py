@@ -113,8 +113,10 @@ def test_adaptive_controller():
     assert controller.value == pytest.approx(0.1 * 1.05 * 1.2)
     controller.update(0.0, 100)
     assert controller.value == pytest.approx(0.1 * 1.05 * 1.2 * 0.8)
+    controller.update(0.0, 1024)  # as one horizon
+    assert controller.value == pytest.approx(0.1 * 1.05 * 1.2 * 0.8 * 0.8)
     controller.update(math.nan, 100)  # a step that is not applied
-    assert controller.value == pytest.approx(0.1 * 1.05 * 1.2 * 0.8)
+    assert controller.value == pytest.approx(0.1 * 1.05 * 1.2 * 0.8 * 0.8)
     resumed = AdaptiveKL(kl_coef=9.0, target_kl=2.0, horizon=100)
     resumed.load_state_dict(controller.state_dict())
     assert resumed.value == controller.value
