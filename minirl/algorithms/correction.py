@@ -200,11 +200,10 @@ def _reject(
     metrics: dict[str, Tensor] = {}
     kept = batch.mask
     for name, threshold in zip(names, _split_thresholds(names, thresholds), strict=True):
-        statistic, keep = _statistic(batch, name), batch.mask > 0
+        statistic, prefix = _statistic(batch, name), f"rollout_rs_{name}"
         lower, upper = _rs_bounds(name, threshold)
-        keep &= (statistic >= lower) & (statistic <= upper)
-        kept = kept * keep
-        values, prefix = statistic[batch.mask > 0], f"rollout_rs_{name}"
+        keep = (statistic >= lower) & (statistic <= upper)
+        kept, values = kept * keep, statistic[batch.mask > 0]
         metrics |= {f"{prefix}_mean": values.mean(), f"{prefix}_max": values.max()}
         metrics |= {f"{prefix}_min": values.min()} | _rejected(prefix, batch, keep)
     return kept, metrics | _rejected("rollout_rs", batch, kept > 0)
