@@ -21,7 +21,7 @@ class ToolAgentLoop(AgentLoopBase):
             while trajectory.termination is None:
                 text = await self.generate(trajectory, sampling_params)
                 messages.append({"role": "assistant", "content": text})
-                calls = self.parse_tool_calls(text)
+                calls = self.parse_tool_calls(text) if trajectory.termination is None else []
                 reason = self.reason_to_stop(trajectory, text, calls)
                 answers = []
                 if reason is None:
