@@ -9,6 +9,8 @@ import pytest
 from openai import AsyncOpenAI, OpenAI, OpenAIError
 from talks import ADD, ASK, HTTP, TOKENIZER, Talk, call, refused, sampled, talking, text
 
+from minirl.waits import CONVERSATION
+
 CALLS = f"I add.\n{call('add', a=1)}\n{call('add', a=2)}"
 
 
@@ -231,6 +233,22 @@ async def test_requests_of_nobody_are_sampled_as_they_ask() -> None:
         assert talk.context.config.max_model_len == 8192 + 4096
         with pytest.raises(RuntimeError, match="no request"):  # of the trajectory
             talk.finish()
+
+
+async def test_requests_of_nobody_wait_under_no_conversations_name() -> None:
+    names: list[str] = []
+
+    def reply(*_: Any) -> str:
+        names.append(CONVERSATION.get())
+        return "x"
+
+    CONVERSATION.set("0-7/1")
+    async with talking(reply) as talk:
+        await talk.ask([ASK])
+        own = await talk.context.endpoint.access()
+        client = AsyncOpenAI(base_url=own.base_url, api_key=own.api_key, http_client=HTTP)
+        await client.chat.completions.create(model="m", messages=[ASK])  # type: ignore[list-item]
+    assert names == ["0-7/1", "no conversation"]
 
 
 async def test_what_the_engine_refuses_or_breaks_is_told() -> None:
