@@ -66,7 +66,7 @@ class AgentLoopManager:
 
         Raises:
             TooManyFailuresError: more failed than `rollout.max_failure_fraction`.
-            ExceptionGroup: of EngineLostError or RequestRefusedError; an engine failed.
+            ExceptionGroup: of ServerError; an engine, or an agent-loop worker, failed.
         """
         busy_before = [(await server.stats()).busy_s for server in self._servers]
         requests = self._requests(prompts, step, validate, greedy)
