@@ -70,10 +70,7 @@ class ServerStats(msgspec.Struct, kw_only=True):
     """Requests that the server has, also those that wait for room in the engine."""
     num_waiting: int = 0
     """Of them, as the engine's scheduler had it at its last step."""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
     generated_tokens: int = 0
-    num_preempted: int = 0
     busy_s: float = 0.0
     """Seconds in which at least one request was in the engine, up to `counted_at`."""
     counted_at: float = 0.0
@@ -97,13 +94,10 @@ class ServerStats(msgspec.Struct, kw_only=True):
             self.busy_s += now - self.counted_at
         self.counted_at = now
 
-    def count(self, num_prompt_tokens: int, output: TokenOutput) -> None:
+    def count(self, output: TokenOutput) -> None:
         """Add a request that has ended."""
         self.num_requests += 1
-        self.prompt_tokens += num_prompt_tokens
-        self.cached_tokens += output.num_cached_tokens
         self.generated_tokens += len(output.token_ids)
-        self.num_preempted += output.num_preempted
 
 
 class AsyncServerBase(ABC):

@@ -144,7 +144,7 @@ class HostedEngine:
         except (TypeError, ValueError) as error:
             raise RequestRefusedError(str(error)) from error
         output = to_token_output(answer, stats.weight_version)
-        stats.count(len(prompt_ids), output)
+        stats.count(output)
         return output
 
     async def abort(self, request_id: str) -> None:

@@ -93,15 +93,14 @@ class TransformersServer(AsyncServerBase):
         finally:
             request.aborted = True  # if its caller was cancelled
             del self._requests[request_id]
-        self._stats.num_requests += 1
-        self._stats.prompt_tokens += len(prompt_ids)
-        self._stats.generated_tokens += len(request.token_ids)
-        return TokenOutput(
+        output = TokenOutput(
             token_ids=request.token_ids,
             logprobs=request.logprobs,
             finish_reason=finish_reason,
             weight_version=self._stats.weight_version,
         )
+        self._stats.count(output)
+        return output
 
     def _make_request(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> Request:
         try:

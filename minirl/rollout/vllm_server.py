@@ -179,7 +179,7 @@ class VLLMServer(AsyncServerBase):
         with self._stats.running():
             final = await self._final_output(prompt_ids, sampling_params, request_id)
         output = self._to_tokens(final)
-        self._stats.count(len(prompt_ids), output)
+        self._stats.count(output)
         return output
 
     async def _final_output(
