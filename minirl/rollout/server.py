@@ -14,7 +14,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -248,10 +247,7 @@ class ServerService:
             return
         task = tasks.create_task(self._answer(socket, caller, call))
         self._running[caller, call.id] = task
-        task.add_done_callback(partial(self._ended, (caller, call.id)))
-
-    def _ended(self, key: tuple[bytes, int], task: "asyncio.Task[None]") -> None:
-        del self._running[key]
+        task.add_done_callback(lambda _: self._running.pop((caller, call.id)))
 
     def _cancel(self, caller: bytes, call: Call) -> None:
         for key, task in self._running.items():
@@ -342,14 +338,14 @@ class ServerClient:
 
     async def tell(self, method: str, **arguments: Any) -> None:
         """Call a method, CANCEL or FORGET, and do not wait for what comes of it."""
-        await self._send(Call(next(self._ids), method, arguments))
+        self._send(Call(next(self._ids), method, arguments))
 
     async def _result(self, call: Call, returns: Any) -> Any:
         if self._lost:
             raise self.lost_error(self._lost)
         answer = self._pending[call.id] = asyncio.get_running_loop().create_future()
         try:
-            await self._send(call)
+            self._send(call)
             reply = await answer
         finally:
             self._pending.pop(call.id, None)
@@ -357,7 +353,7 @@ class ServerClient:
             raise ERRORS.get(reply.error_kind, ServerError)(f"{self.name}: {reply.error}")
         return msgspec.msgpack.decode(reply.result, type=returns, ext_hook=decode_extension)
 
-    async def _send(self, call: Call) -> None:
+    def _send(self, call: Call) -> None:
         self._socket.send(msgspec.msgpack.encode(call))
 
     async def _receive(self) -> None:
