@@ -30,7 +30,6 @@ class Generator(Protocol):
 class RoutingStats:
     """Counted since the start of a rollout."""
 
-    num_requests: int = 0
     num_moves: int = 0
     """Turns that left the server of their conversation because it was overloaded."""
     prompt_tokens: int = 0
@@ -42,7 +41,6 @@ class RoutingStats:
 
     def add(self, other: "RoutingStats") -> None:
         """Count what another router has counted too."""
-        self.num_requests += other.num_requests
         self.num_moves += other.num_moves
         self.prompt_tokens += other.prompt_tokens
         self.cached_tokens += other.cached_tokens
@@ -153,7 +151,6 @@ class AsyncLLMServerManager:
 
     def _count(self, index: int, num_prompt_tokens: int, output: TokenOutput) -> None:
         stats = self.stats
-        stats.num_requests += 1
         stats.prompt_tokens += num_prompt_tokens
         stats.cached_tokens += output.num_cached_tokens
         stats.generated_tokens += len(output.token_ids)

@@ -209,7 +209,8 @@ async def test_what_is_counted() -> None:
     await s.ask("b", 10)
     await s.answer_all(num_cached_tokens=8, num_preempted=2)
     stats = s.router.stats
-    assert (stats.num_requests, stats.prompt_tokens, stats.generated_tokens) == (2, 40, 2)
+    assert stats.requests_per_server == {0: 2}
+    assert (stats.prompt_tokens, stats.generated_tokens) == (40, 2)
     assert (stats.cached_tokens, stats.num_preempted) == (16, 4)
     assert stats.cache_hit_rate == 0.4
 
@@ -243,5 +244,5 @@ async def test_a_failed_or_cancelled_turn_leaves_no_load(error: BaseException) -
         await s.calls.pop()
     assert await s.ask("b", 10) == 1
     assert await s.ask("c", 10) == 0
-    assert s.router.stats.num_requests == 0  # answers count
+    assert s.router.stats.requests_per_server == {}  # answers count
     await s.answer_all()
