@@ -45,11 +45,6 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     aborted: bool = False
 
-    def append(self, token_id: int, logprob: float) -> None:
-        """Take in what was sampled."""
-        self.token_ids.append(token_id)
-        self.logprobs.append(logprob)
-
     @property
     def finish_reason(self) -> FinishReason | None:
         """None while it goes on."""
@@ -112,7 +107,8 @@ class Batch:
         )
         token_ids, logprobs = sample(output.logits[:, -1].float(), requests)
         for request, token_id, logprob in zip(requests, token_ids, logprobs, strict=True):
-            request.append(token_id, logprob)
+            request.token_ids.append(token_id)
+            request.logprobs.append(logprob)
         return [(layer.keys, layer.values) for layer in output.past_key_values.layers]
 
     def _merge(
