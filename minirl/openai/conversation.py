@@ -59,8 +59,6 @@ class Plan:
     """All tokens."""
     messages: list[Message]
     """What they stand for."""
-    num_added: int = 0
-    """Of prompt_ids, those behind the turn from which it goes on."""
 
 
 class Conversation:
@@ -194,7 +192,6 @@ class Conversation:
         return Plan(
             prompt_ids=place.token_ids + added,
             messages=known + request.messages[turn.num_messages :],
-            num_added=len(added),
         )
 
     def _room(self, plan: Plan, extends: Stream | None) -> int:
@@ -203,7 +200,7 @@ class Conversation:
         reason: Termination
         if extends:
             before = self.loop.room(extends.trajectory)
-            room = before - plan.num_added
+            room = before - (length - len(extends.trajectory.token_ids))
             reason = "observation_too_long" if before > 0 else "response_length"
         else:
             room, reason = self.loop.room(Trajectory(prompt_ids=plan.prompt_ids)), "prompt_too_long"
