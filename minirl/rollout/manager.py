@@ -93,10 +93,8 @@ class AgentLoopManager:
         trajectories = _ended(results, running)
         busy = [(await server.stats()).busy_s for server in self._servers]
         self.metrics = _rollout_metrics(await self._workers.end(), seconds, max(lag))
-        num_aborted = sum(task.cancelled() for task in running.values())
-        self.metrics["rollout/num_aborted"] = (
-            num_aborted + len(requests) - len(results) - len(running)
-        )
+        num_ended = len(results) + sum(not task.cancelled() for task in running.values())
+        self.metrics["rollout/num_aborted"] = len(requests) - num_ended
         self.metrics["rollout/engine_busy_fraction"] = (sum(busy) - sum(busy_before)) / (
             seconds * len(busy)
         )
