@@ -121,7 +121,9 @@ class TurnBarrier(Pace):
             raise
 
     def _start_if_complete(self) -> None:
-        if self._round and len({turn.request_id for turn in self._round}) >= self._num_running:
+        if not self._round or len(self._round) < self._num_running:
+            return  # surely not all: to look whose turns they are, each time, would take long
+        if len({turn.request_id for turn in self._round}) >= self._num_running:
             turns, self._round = self._round, []
             for turn in turns:  # at once: what left the round has a task to cancel
                 turn.task = asyncio.create_task(turn.call(), context=turn.context)

@@ -776,6 +776,27 @@ async def test_sync_has_a_barrier_before_and_after_every_turn(open_rollout: Open
     assert phases == ["g0", "t", "g1", "t", "g2", "t", "g3"]
 
 
+class Name(str):
+    """Of a conversation; notes how often any is looked at."""
+
+    num_looks: ClassVar[int] = 0
+
+    def __hash__(self) -> int:
+        Name.num_looks += 1
+        return super().__hash__()
+
+
+async def test_a_barrier_does_not_count_all_who_wait_at_each_that_comes() -> None:
+    async def generate(*_: Any, **__: Any) -> None: ...
+
+    barrier: Any = MODES.find("sync")(SimpleNamespace(generate=generate))
+    barrier.begin(100)
+    turns = (barrier.generate(Name(i), prompt_ids=[], sampling_params={}) for i in range(100))
+    async with asyncio.timeout(120):
+        await asyncio.gather(*turns)
+    assert 100 <= Name.num_looks < 1000
+
+
 async def test_serial_runs_one_conversation_after_another(open_rollout: Opener) -> None:
     lines, _ = await run_mode(open_rollout, "serial")
     expected = []
