@@ -155,6 +155,9 @@ class Conversation:
         except LimitError as error:
             self._refuse(error.reason, extends)
             raise
+        except ApiError:  # it was no limit
+            self.limit = None
+            raise
         except ServerError as error:
             if not self._lost.done():
                 self._lost.set_exception(error)

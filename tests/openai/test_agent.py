@@ -110,6 +110,17 @@ async def test_an_agent_that_gives_up_at_a_limit_has_not_failed(
         assert (t.termination, t.error) == (termination, None)
 
 
+async def test_a_request_that_is_refused_behind_an_answer_that_was_cut(tmp_path: Path) -> None:
+    def reply(request_id: str, turn: int, prompt_ids: list[int]) -> str:
+        if turn:
+            raise ValueError("the engine does not like it")
+        return "long " * 9
+
+    limit = "rollout.multi_turn.max_tokens_per_turn=9"
+    async with running(tmp_path, "endless", reply, limit) as ([t], _):
+        assert t.termination == "error" and "does not like it" in (t.error or "")
+
+
 async def test_the_time_of_a_trajectory(tmp_path: Path) -> None:
     limit = "rollout.trajectory_timeout_s=0.5"
     async with running(tmp_path, "hangs", lambda *_: "42", limit) as ([t], _):
