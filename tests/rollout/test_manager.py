@@ -726,9 +726,6 @@ async def test_what_a_rollout_measures(open_rollout: Opener) -> None:
     assert rollout.engine.calls == [("sleep", 2)]
 
 
-CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
-
-
 class Diary:
     """What began and ended, in order: generating (g) and the calculator (t)."""
 
@@ -993,9 +990,8 @@ async def test_a_trajectory_knows_when_and_where_everything_happened(open_rollou
 @pytest.mark.parametrize("num_failing", [0, 5])
 async def test_nothing_of_a_rollout_is_left(open_rollout: Opener, num_failing: int) -> None:
     def reply(request_id: str, turn: int, prompt_ids: list[int]) -> str:
-        call = '{"name": "calculator", "arguments": {"expression": "1 + 1"}}'
         if turn < 2:
-            return f"<tool_call>\n{call}\n</tool_call>"
+            return CALL
         if int(question(prompt_ids)) < num_failing:
             raise ZeroDivisionError("of the script")
         return "#### 2"
