@@ -150,7 +150,9 @@ def plan(lengths: list[int], num_ranks: int, max_tokens: int) -> list[list[list[
     arguments alone: every rank computes the same plan without communication.
     """
     order = sorted(range(len(lengths)), key=lambda s: (-lengths[s], s))
-    num_slots = max(1, -(-sum(min(n, max_tokens) for n in lengths) // (num_ranks * max_tokens)))
+    tokens = sum(min(n, max_tokens) for n in lengths)
+    alone = sum(2 * n > max_tokens for n in lengths)  # no two of them share a slot
+    num_slots = max(1, -(-tokens // (num_ranks * max_tokens)), -(-alone // num_ranks))
     while (bins := _fill(order, lengths, num_slots * num_ranks, max_tokens)) is None:
         num_slots += 1
     bins.sort(key=lambda members: -sum(cost(lengths[s]) for s in members))
@@ -173,15 +175,17 @@ def _fill(
     """Each sequence, longest first, into the cheapest bin with room; None when one has none."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     heap = [(0.0, 0, b) for b in range(num_bins)]  # (cost, tokens, bin)
+    full: list[tuple[int, float, int]] = []  # (tokens, cost, bin) without room for the last one
     for s in order:
-        full = []
+        while full and full[0][0] + lengths[s] <= max_tokens:
+            tokens, spent, b = heapq.heappop(full)
+            heapq.heappush(heap, (spent, tokens, b))
         while heap and heap[0][1] and heap[0][1] + lengths[s] > max_tokens:
-            full.append(heapq.heappop(heap))
+            spent, tokens, b = heapq.heappop(heap)
+            heapq.heappush(full, (tokens, spent, b))
         if not heap:
             return None
         spent, tokens, b = heap[0]
         bins[b].append(s)
         heapq.heapreplace(heap, (spent + cost(lengths[s]), tokens + lengths[s], b))
-        for entry in full:
-            heapq.heappush(heap, entry)
     return bins

@@ -1,3 +1,6 @@
+import heapq
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -71,6 +74,18 @@ def test_plan_covers_everything_within_the_budget(lengths, num_ranks, max_tokens
     assert sorted(s for members in slots for s in members) == list(range(len(lengths)))
     for members in slots:
         assert len(members) <= 1 or sum(lengths[s] for s in members) <= max_tokens
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[20 + (7919 * i) % 16000 for i in range(1024)], [9000] * 1024],
+    ids=["of all lengths", "two do not fit"],
+)
+def test_a_plan_takes_time_in_proportion_to_its_sequences(lengths, monkeypatch):
+    num_pops, pop = itertools.count(), heapq.heappop
+    monkeypatch.setattr(heapq, "heappop", lambda heap: (next(num_pops), pop(heap))[1])
+    packing.plan(lengths, 2, 16384)
+    assert next(num_pops) < 5 * len(lengths)
 
 
 @settings(max_examples=100, deadline=None)
