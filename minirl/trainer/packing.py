@@ -111,8 +111,8 @@ def response_positions(batch: MicroBatch) -> Tensor:
 
 def token_places(batch: MicroBatch, sequences: list[int]) -> Tensor:
     """Where the tokens of `batch.select(sequences)` stand in `batch`: [n] int64."""
-    spans = torch.arange(batch.num_tokens).split(batch.lengths.tolist())
-    return torch.cat([spans[s] for s in sequences])
+    ends, sizes = torch.cumsum(batch.lengths, 0).tolist(), batch.lengths.tolist()
+    return torch.cat([torch.arange(ends[s] - sizes[s], ends[s]) for s in sequences])
 
 
 def empty_like(batch: MicroBatch) -> MicroBatch:

@@ -88,6 +88,14 @@ def test_a_plan_takes_time_in_proportion_to_its_sequences(lengths, monkeypatch):
     assert next(num_pops) < 5 * len(lengths)
 
 
+def test_places_of_a_few_sequences_are_found_without_those_of_all(monkeypatch):
+    batch, sizes, arange = make_batch(), [], torch.arange
+    expected = [i for s in (5, 2) for i in (batch.sequence_ids == s).nonzero()[:, 0].tolist()]
+    monkeypatch.setattr(torch, "arange", lambda *a: (sizes.append(len(arange(*a))), arange(*a))[1])
+    assert packing.token_places(batch, [5, 2]).tolist() == expected
+    assert sum(sizes) == len(expected)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=60), st.integers(1, 4))
 def test_plan_is_balanced(lengths, num_ranks):
