@@ -133,9 +133,7 @@ class Dist:
         """Every rank's bytes, by rank."""
         sizes = [int(size) for (size,) in self.gather_floats([len(data)])]
         mine = torch.zeros(max(sizes), dtype=torch.uint8)
-        mine[: len(data)] = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[
-            : len(data)
-        ]
+        mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(parts, mine)
         return [bytes(part[:size].tolist()) for part, size in zip(parts, sizes, strict=True)]
