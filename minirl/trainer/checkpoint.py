@@ -193,7 +193,7 @@ class Checkpoints:
         sums = {name: value for part in parts for name, value in part.items()}
         sums |= folder.digests(partial, [partial / "state" / ".metadata"])
         meta["bytes"] = {name: (partial / name).stat().st_size for name in sums}
-        folder.write_json(partial / folder.META, meta)
+        folder.write_text(partial / folder.META, json.dumps(meta))
         folder.write_sums(partial, sums | folder.digests(partial, [partial / folder.META]))
         folder.publish(partial, final)
         if self._max_to_keep:

@@ -89,11 +89,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write and sync."""
-    write_text(path, json.dumps(value))
-
-
 def write_text(path: Path, text: str) -> None:
     """Write and sync."""
     with path.open("w") as file:
