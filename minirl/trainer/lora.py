@@ -51,7 +51,7 @@ def add_adapter(model: PreTrainedModel, settings: ModelConfig, seed: int) -> Non
         try:
             model.add_adapter(config)
         except ValueError as error:
-            raise ConfigError(f"{KEY}: {_first_line(error)}") from error
+            raise ConfigError(f"{KEY}: {str(error).strip().splitlines()[0]}") from error
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
             _check_target(name, module.get_base_layer())
@@ -67,10 +67,6 @@ def _check_target(name: str, layer: nn.Module) -> None:
             f"{KEY}: it names {name} ({type(layer).__name__}); name linear modules of the decoder "
             "layers (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj), or [] for all"
         )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 def has_adapter(model: nn.Module) -> bool:
