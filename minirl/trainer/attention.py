@@ -204,9 +204,9 @@ def check_attention(config: PretrainedConfig, max_length: int, key: str = "model
     A sliding window is fine where no sequence is longer (`max_length`, tokens).
     """
     text = config.get_text_config()
-    window = getattr(text, "sliding_window", None)
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if getattr(text, "layer_types", None) is None and window and _uses_window(text):
+    window, layers = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    kinds = set(layers or ["full_attention"])
+    if layers is None and window and getattr(text, "use_sliding_window", True):
         kinds = {"sliding_attention"}
     if window and window >= max_length:
         kinds.discard("sliding_attention")
@@ -225,10 +225,6 @@ def check_attention(config: PretrainedConfig, max_length: int, key: str = "model
             f"attention (Qwen 2.5, Qwen 3, Llama, Mistral ...) over sequences of up to "
             f"{max_length} tokens"
         )
-
-
-def _uses_window(config: PretrainedConfig) -> bool:
-    return getattr(config, "use_sliding_window", True)
 
 
 # The compiler would make a graph for each way in which a batch is cut.
