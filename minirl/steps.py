@@ -82,6 +82,7 @@ class Steps:
     async def start(self) -> None:
         """Go on where the run was, if it was begun before; open the records."""
         self._stack.callback(self._progress.close)
+        await self._make_room(level=2)  # until the first weights come
         resumed, metrics = await self._progress.restore()
         if self._run.inputs and not self._is_replay:
             decode = self._run.inputs.tokenizer.decode
@@ -231,7 +232,12 @@ class Steps:
     async def save(self) -> None:
         """Write a checkpoint. The training goes on meanwhile (trainer.async_save), the end of the
         run waits."""
+        made_room = await self._make_room(level=1)
         await self._progress.save(self._numbers() if self._run.inputs else {})
+        if made_room:
+            await self._run.on_trainer(self._run.world.release_memory)
+            if self._run.manager:
+                await self._run.manager.wake_up()
         if self.number == self.total:
             await self._progress.wait()
 
@@ -282,6 +288,16 @@ class Steps:
         """Record what was measured before the first step."""
         if self._records and self.number == 0:
             await self._records.log(0, self._metrics.result())
+
+    async def _make_room(self, level: int) -> bool:
+        """With actor.offload, all that it keeps in host memory comes to the device to be saved or
+        loaded: then the engines sleep."""
+        if self._config.actor.offload == "none":
+            return False
+        if self._run.manager:
+            await self._run.manager.sleep(level)
+        await self._run.on_trainer(self._run.world.barrier)  # those of the other ranks sleep too
+        return True
 
     async def _wants_batch(self, num_batches: int) -> bool:
         """Whether the step needs groups beside those of so many batches: rank 0 knows, and the

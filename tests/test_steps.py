@@ -1,7 +1,7 @@
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
@@ -20,7 +20,8 @@ from minirl.tail import TailLogprobs
 from minirl.tracking import read_metrics
 from minirl.train import train
 from minirl.trainer import checkpoint_folder
-from minirl.trainer.checkpoint import CheckpointError
+from minirl.trainer.checkpoint import CheckpointError, Checkpoints
+from minirl.trainer.policy import PolicyTrainer
 from minirl.types import MicroBatch, TokenOutput, Trajectory
 
 REWARD = """
@@ -215,6 +216,33 @@ async def test_the_engine_sleeps_and_is_given_every_version(project: Path) -> No
         return [("wake_up", ["weights"]), *update, finish, ("wake_up", ["kv_cache"])]
 
     assert calls == [*sync(0), ("sleep", 2), *sync(1), ("sleep", 2), *sync(2)]
+
+
+async def test_the_engine_makes_room_for_a_checkpoint_of_what_is_offloaded(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it is on the device then; when it is loaded, too."""
+    seen: list[Any] = []
+
+    def watch(method: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            seen.append(SeededEngine.last.calls[-1:])
+            return method(*args)
+
+        return watched
+
+    monkeypatch.setattr(Checkpoints, "save", watch(Checkpoints.save))
+    monkeypatch.setattr(PolicyTrainer, "load", watch(PolicyTrainer.load))
+    for offload in ("none", "optimizer"):
+        for last in (1, 2):
+            settings = ["trainer.save_freq=1", f"trainer.total_training_steps={last}"]
+            name = f"room_{offload}"
+            await run_training(make_config(project, name, f"actor.offload={offload}", *settings))
+            seen.append(SeededEngine.last.calls[-1:])
+    awake = [("wake_up", ["kv_cache"])]
+    assert seen[:5] == [awake, awake, [], awake, awake]
+    room, again = [("sleep", 1)], [("wake_up", None)]
+    assert seen[5:] == [room, again, [("sleep", 2)], room, again]
 
 
 async def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(project: Path) -> None:
