@@ -276,19 +276,23 @@ def load(path: Path, parts: Mapping[str, Part], world: Dist) -> dict[str, Any]:
     return {"step": meta["step"]} | meta["extra"]
 
 
-def load_weights(path: Path, part: str, model: PreTrainedModel) -> None:
-    """Fill `model` with the weights of `part` (`actor`, `critic`); ConfigError if it is another's,
-    or a file is missing or damaged.
+def load_weights(
+    path: Path, part: str, model: PreTrainedModel, world: Dist | None = None
+) -> dict[str, Any]:
+    """Fill `model` with the weights of `part` (`actor`, `critic`); return `{"step": ..., **extra}`.
+    ConfigError if it is another's, or a file is missing or damaged.
 
-    Needs no other rank, whatever the number that saved.
+    Without `world` it needs no other rank, whatever the number that saved.
     """
-    _verify(path, None)
-    _check_same_model(path, part, folder.read_meta(path), model)
+    _verify(path, world)
+    meta = folder.read_meta(path)
+    _check_same_model(path, part, meta, model)
     weights = get_model_state_dict(model, options=TRAINED)
     with warnings.catch_warnings():  # it says that there is no other rank
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load({part: {"model": weights}}, checkpoint_id=path / "state", no_dist=True)
+        dcp.load({part: {"model": weights}}, checkpoint_id=path / "state", no_dist=world is None)
     set_model_state_dict(model, weights, options=TRAINED)
+    return {"step": meta["step"]} | meta["extra"]
 
 
 def _verify(path: Path, world: Dist | None) -> None:

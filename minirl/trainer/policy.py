@@ -122,12 +122,14 @@ class PolicyTrainer(TrainedModel, LanguageModel):
         """Go on from a checkpoint, the critic too; return `{"step": ..., **extra}`."""
         return checkpoint.load(path, trained_parts(self, critic), self.world)
 
-    def load_latest(
-        self, run_dir: Path, critic: CriticTrainer | None = None
-    ) -> dict[str, Any] | None:
-        """Go on from the newest checkpoint of a run; None when there is none."""
+    def load_latest(self, run_dir: Path) -> dict[str, Any] | None:
+        """The weights of the newest checkpoint of a run, to be evaluated, and what `load` returns;
+        None when there is none."""
         path = checkpoint.latest(run_dir / "checkpoints")
-        return None if path is None else self.load(path, critic)
+        if path is None:
+            return None
+        with self.on_device():
+            return checkpoint.load_weights(path, "actor", self.model, self.world)
 
     def update(self, batch: MicroBatch) -> dict[str, float]:
         """See TrainedModel. Where a batch without `old_logprobs` is one optimizer step, its own

@@ -76,6 +76,16 @@ def test_a_checkpoint_before_the_first_update_changes_nothing(config, world, tmp
         assert all(map(torch.equal, trainer.model.parameters(), plain.model.parameters()))
 
 
+def test_to_be_evaluated_a_policy_needs_no_moments(config, world, tmp_path):
+    trainer, other = (PolicyTrainer(config, world) for _ in range(2))
+    assert other.load_latest(tmp_path) is None
+    step(trainer, 1)
+    trainer.save(tmp_path / "checkpoints", 1, {"data": {"row": 4}})
+    assert other.load_latest(tmp_path) == {"step": 1, "data": {"row": 4}}
+    assert all(map(torch.equal, other.model.parameters(), trainer.model.parameters()))
+    assert not other.optimizer.state
+
+
 def test_a_resumed_run_has_the_optimizer_settings_of_its_config(config, world, folder, tmp_path):
     trainer = PolicyTrainer(config, world)
     step(trainer, 1)
