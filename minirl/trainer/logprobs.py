@@ -55,9 +55,9 @@ def token_values(model: nn.Module, batch: MicroBatch) -> Tensor:
     wanted = _predicted(batch)
 
     def value(model: Any) -> Tensor:
-        return model.get_output_embeddings()(_hidden(model, batch, wanted))[:, 0].float()
+        return model.get_output_embeddings()(_hidden(model, batch, wanted))
 
-    values = with_weights(model, value)
+    values = with_weights(model, value)[:, 0].float()
     return torch.zeros(batch.num_tokens, device=values.device).index_put((wanted,), values)
 
 
@@ -109,7 +109,8 @@ class _LinearScores(torch.autograd.Function):
         divisor: float,
         also: Also,
     ) -> tuple[Tensor, Tensor]:
-        logprobs, second, totals = hidden.new_zeros(3, len(targets), dtype=torch.float32)
+        zeros = hidden.new_zeros(len(targets), dtype=torch.float32)
+        logprobs, second, totals = zeros, zeros.clone(), zeros.clone()
         for rows in _chunks(hidden, weight):
             z = _logits(hidden[rows], weight, bias, divisor)
             totals[rows] = total = torch.logsumexp(z, dim=-1)

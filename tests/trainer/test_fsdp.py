@@ -1,11 +1,15 @@
+import warnings
+from functools import partial
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from trainer_helpers import MODELS, alone, make_config, save_model
+from trainer_helpers import MODELS, alone, make_batch, make_config, save_model
 
 from minirl.config import ConfigError, ModelConfig
 from minirl.trainer.buckets import WeightBuckets
-from minirl.trainer.fsdp import check_model, check_model_folder, load_model
+from minirl.trainer.fsdp import check_model, check_model_folder, load_model, shard
+from minirl.trainer.logprobs import token_logprobs, token_values
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +54,17 @@ def test_a_weight_that_is_missing_is_not_drawn_at_random(folder, tmp_path):
         pytest.raises(ConfigError, match=r"lacks 1 weights .* such as model\.norm\.weight"),
     ):
         load_model(str(tmp_path), config.model, world)
+
+
+@pytest.mark.parametrize("head", ["vocabulary", "value"])
+def test_nothing_is_told_of_views(folder, head):
+    """FSDP warns of a module that returns one: of gradients that could be lost."""
+    config = make_config(folder)
+    compute = token_values if head == "value" else partial(token_logprobs, temperature=1.0)
+    with alone(config) as world, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = shard(load_model(str(folder), config.model, world, head=head), world, torch.float32)
+        compute(model, make_batch())
 
 
 def test_weights_of_a_world_of_one_come_in_the_engines_type(folder, caplog):
