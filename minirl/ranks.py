@@ -124,11 +124,9 @@ class Ranks:
         with self.operation(name):
             try:
                 return function(*args, **kwargs)
-            except RuntimeError as error:  # what collectives raise
-                self._blame(error, time.monotonic() - start)
-                self.failed(error)
-                raise
             except Exception as error:
+                if isinstance(error, RuntimeError):  # what collectives raise
+                    self._blame(error, time.monotonic() - start)
                 self.failed(error)
                 raise
 
