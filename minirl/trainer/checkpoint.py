@@ -337,7 +337,7 @@ def _check_same_model(path: Path, part: str, meta: dict[str, Any], model: nn.Mod
     saved, here, scaling = meta["parameters"].get(part), _shapes(model), lora.scaling(model)
     restart = "set trainer.resume_mode=disable or another trainer.experiment_name"
     if saved == here:
-        before = meta.get("adapter_scaling", {}).get(part, scaling)  # others did not note it
+        before = meta.get("adapter_scaling", {}).get(part, scaling)  # older ones do not say
         if before != scaling:
             raise ConfigError(
                 f"{path}: its adapter was trained to count {before} times (model.lora_alpha / "
