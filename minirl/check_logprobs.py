@@ -43,7 +43,7 @@ async def check_logprobs(run: Run) -> None:
     await score_with_model(run, trajectories, Metrics(), engines_go_on=False)
     if run.manager:
         await run.manager.sleep(level=2)
-        groups = groups_for_training(prompts, trajectories, drop_failed_groups=False)
+        groups = groups_for_training(prompts, trajectories)
         batch = credit.pack_groups(groups, run.config)
     batch = await run.on_trainer(run.world.broadcast_batch, batch)
     batch.old_logprobs = await run.on_trainer(run.policy.compute_logprobs, batch)

@@ -7,6 +7,7 @@ from minirl.algorithms import (
     POLICY_LOSSES,
     Requirements,
     kl_estimate,
+    policy_loss,
     requirements,
     rollout_correction,
 )
@@ -19,6 +20,7 @@ from minirl.credit import (
 )
 from minirl.hints import load_hint
 from minirl.trainer.policy import loss_options
+from minirl.types import LossInputs
 
 
 def check_algorithms(config: Config) -> None:
@@ -128,7 +130,7 @@ def _check_hints(config: Config, needs_hints: bool) -> None:
 
 
 def _check_loss(config: Config) -> None:
-    loss_options(config.actor)
+    options = loss_options(config.actor)
     name, correction = config.actor.policy_loss.loss_mode, config.algorithm.rollout_correction
     there = {
         "ref_logprobs": (config.ref is not None, "write `ref: {}`"),
@@ -140,6 +142,20 @@ def _check_loss(config: Config) -> None:
     for field in requirements(POLICY_LOSSES.find(name)).needs:
         given, remedy = there.get(field, (True, ""))
         require(given, "actor.policy_loss.loss_mode", name, f"it needs {field}; {remedy}")
+    one = torch.ones(1, 1)
+    inputs = LossInputs(
+        logprobs=-one,
+        old_logprobs=-one,
+        advantages=one,
+        response_mask=one,
+        rollout_logprobs=-one,
+        ref_logprobs=-one,
+        rollout_is_weights=one,
+    )
+    try:
+        policy_loss(name, inputs, **options)
+    except ValueError as error:
+        raise ConfigError(f"actor.policy_loss: {error}") from error
 
 
 def _check_kl(config: Config) -> None:

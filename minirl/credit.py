@@ -206,7 +206,9 @@ def reward_components(
     Raises ValueError, which names the trajectory, where a component is missing.
     """
     trajectories = [t for group in groups for t in group.trajectories]
-    names = names or sorted({name for t in trajectories for name in t.reward_breakdown})
+    found = {name for t in trajectories for name in t.reward_breakdown}
+    # What a tool returned is no component: only who called it has it.
+    names = names or sorted(name for name in found if not name.startswith("tool/"))
     if trajectories and not names:
         raise ValueError(
             "algorithm.adv_estimator wants the components of the reward, but the reward function "

@@ -71,7 +71,7 @@ class TraceWriter:
         if self._client is None:  # tried again at the next step when it fails
             self._experiment = open_experiment(**self._store)
             self._client = self._mlflow.MlflowClient()
-        known = {"minirl_run": self._run_dir.name, "step": str(step), "split": split}
+        known = {"minirl_run": str(self._run_dir), "step": str(step), "split": split}
         if old := list(self._find(known)):
             self._client.delete_traces(self._experiment, trace_ids=old)
         tags = known | {"minirl_write": uuid.uuid4().hex}

@@ -319,7 +319,7 @@ class Steps:
                 await in_tail([])
             await self._score([])
             return []
-        prompts = self._progress.loader.next_batch()
+        prompts, rollout = self._progress.loader.next_batch(), self._config.rollout
         needs_greedy = "greedy_rewards" in self._needs
         trajectories = await self._run.manager.generate_sequences(
             prompts,
@@ -335,13 +335,13 @@ class Steps:
         groups = groups_for_training(
             prompts,
             trajectories,
-            drop_failed_groups=self._config.rollout.on_failure == "drop_group",
+            num_wanted=rollout.n if rollout.on_failure == "drop_group" else 0,
             needs_greedy=needs_greedy,
         )
         filtering = self._config.algorithm.filter_groups
         if not filtering:
             return groups
-        return varied_groups(groups, filtering.metric, self._config.rollout.mask_terminations)
+        return varied_groups(groups, filtering.metric, rollout.mask_terminations)
 
     async def _score(self, trajectories: list[Trajectory]) -> None:
         """The reward model's part of the rewards, on every rank."""

@@ -168,7 +168,7 @@ def check_groups(rows: list[Any], trajectories: list[Trajectory], on_failure: st
     drops = on_failure == "drop_group"
     failed = {(t.uid, t.sample_index) for t in trajectories if t.error}
     assert 0 < len(failed) < len(trajectories) / 2
-    groups = groups_for_training(rows, trajectories, drop_failed_groups=drops)
+    groups = groups_for_training(rows, trajectories, num_wanted=N if drops else 0)
     trained = {(t.uid, t.sample_index) for group in groups for t in group.trajectories}
     assert all(t.reward is not None for group in groups for t in group.trajectories)
     uids = {uid for uid, _ in failed} if drops else set()

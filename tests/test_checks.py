@@ -31,6 +31,7 @@ REFUSED = [
         r"algorithm\.adv_estimator: advantage estimator 'grpo' has no option 'gama'",
     ),
     ("actor.policy_loss.options={x: 1}", r"actor\.policy_loss: .*has no option 'x'"),
+    ("actor.clip_ratio_c=1", r"actor\.policy_loss: clip_ratio_c: got 1\.0; must be greater than 1"),
     ("actor.policy_loss.loss_mode=gspo", r"set actor\.loss_agg_mode=seq-mean-token-mean"),
     ("actor.kl_loss_type=k9", r"actor\.kl_loss_type: unknown KL estimate 'k9'"),
     ("algorithm.kl_penalty=k9", r"algorithm\.kl_penalty: unknown KL estimate 'k9'"),

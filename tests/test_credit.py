@@ -109,6 +109,8 @@ def test_components_of_the_reward():
         "b": [0.25, 0.75],
     }
     assert list(credit.reward_components(groups, ["b", "reward"])) == ["b", "reward"]
+    groups[0].trajectories[0].reward_breakdown["tool/calculator"] = 0.5  # the other called none
+    assert list(credit.reward_components(groups)) == ["a", "b"]
     del groups[0].trajectories[1].reward_breakdown["a"]
     with pytest.raises(
         ValueError, match="trajectory 1 of prompt '0-1' has no reward component 'a'"

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from minirl.config import Config, ConfigError, load_config
-from minirl.tracing import Traces, check_traces
+from minirl.mlflow_writer import TraceWriter, store_options
+from minirl.tracing import Traces, TrajectoryWriter, check_traces
 from minirl.tracking import Tracking
 from minirl.types import RewardRecord, TokenOutput, ToolCallRecord, Trajectory
 
@@ -165,6 +166,20 @@ def test_a_step_that_is_run_again_is_not_there_twice(store: Any) -> None:
     config, _, _ = store
     found = [(t.info.tags["step"], t.data.spans[0].name) for t in traces_of(config)]
     assert found == [(step, f"p0/{i}") for step in "12" for i in range(2)]
+
+
+@needs_mlflow
+def test_runs_of_one_name_keep_their_traces_in_one_store(tmp_path: Path) -> None:
+    settings = {"tracking_uri": f"sqlite:///{tmp_path}/shared.db", "experiment_name": None}
+    for user in ("anna", "bert"):
+        run_dir, zero = tmp_path / user / NAME, time.perf_counter()
+        trajectories = [make_trajectory(index, zero) for index in range(2)]
+        file = TrajectoryWriter(run_dir, decode).write(1, "train", trajectories, zero)
+        writer = TraceWriter(store_options(run_dir, **settings))
+        assert writer.write(str(file), 1, "train") == 2
+        experiment = writer._client.get_experiment_by_name(NAME)
+        found = writer._client.search_traces(locations=[experiment.experiment_id])
+    assert len(found) == 4
 
 
 @needs_mlflow

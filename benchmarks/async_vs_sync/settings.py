@@ -73,7 +73,7 @@ class WholeSteps:
 
     def samples(self, n: int) -> int:
         """The most that are begun of a prompt, each with lengths and latencies of its own."""
-        return math.ceil(n * (1 + self.over_sample_rate))
+        return n + math.ceil(round(n * self.over_sample_rate, 9))
 
 
 @dataclass(kw_only=True)

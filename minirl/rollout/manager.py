@@ -118,7 +118,7 @@ class AgentLoopManager:
     ) -> list[SampleRequest]:
         seed, sampling = self._config.trainer.seed, self._sampling(validate)
         more = 0.0 if validate else self._config.rollout.over_sample_rate
-        number = math.ceil(sampling.n * (1 + more))
+        number = sampling.n + math.ceil(round(sampling.n * more, 9))  # 100 x 0.07 is above 7
         params = dict.fromkeys(range(number), _sampling_params(sampling))
         if greedy:
             params[GREEDY] = {"temperature": 0.0}
@@ -228,14 +228,14 @@ def groups_for_training(
     prompts: list[dict[str, Any]],
     trajectories: list[Trajectory],
     *,
-    drop_failed_groups: bool,
+    num_wanted: int = 0,
     needs_greedy: bool = False,
 ) -> list[Group]:
     """Trajectories by prompt, without those that failed or have no reward (they never sampled).
 
-    A failed trajectory never enters its group's baseline as a made-up zero: it is left out, or with
-    `drop_failed_groups` its whole group is. So is a group whose greedy rollout failed, if
-    `needs_greedy`: it has no baseline.
+    A failed trajectory never enters its group's baseline as a made-up zero: it is left out, and its
+    whole group where fewer conversations than `num_wanted` remain (a further sample may have made
+    up for it). So is a group whose greedy rollout failed, if `needs_greedy`: it has no baseline.
     """
     by_uid: dict[str, list[Trajectory]] = {row["uid"]: [] for row in prompts}
     for trajectory in trajectories:
@@ -243,11 +243,10 @@ def groups_for_training(
     groups = []
     for row in prompts:
         members = by_uid[row["uid"]]
-        if drop_failed_groups and any(t.error for t in members):
-            continue
         greedy = [t.reward for t in members if t.sample_index == GREEDY and _is_rewarded(t)]
         rewarded = [t for t in members if t.sample_index != GREEDY and _is_rewarded(t)]
-        if rewarded and (greedy or not needs_greedy):
+        lacks = any(t.error for t in members) and len(conversations(rewarded)) < num_wanted
+        if rewarded and not lacks and (greedy or not needs_greedy):
             groups.append(
                 Group(
                     uid=row["uid"],

@@ -324,9 +324,9 @@ def failing(*num_failures: dict[str, int]) -> list[dict[str, Any]]:
 
 
 def sizes(
-    rows: list[dict[str, Any]], trajectories: list[Trajectory], *, drop_failed_groups: bool = False
+    rows: list[dict[str, Any]], trajectories: list[Trajectory], *, num_wanted: int = 0
 ) -> dict[str, list[int]]:
-    groups = groups_for_training(rows, trajectories, drop_failed_groups=drop_failed_groups)
+    groups = groups_for_training(rows, trajectories, num_wanted=num_wanted)
     assert all(t.reward == 1.0 for group in groups for t in group.trajectories)
     assert all(group.row["uid"] == group.uid for group in groups)
     return {group.uid: [t.sample_index for t in group.trajectories] for group in groups}
@@ -339,8 +339,8 @@ async def test_a_failed_trajectory_is_masked_and_never_a_zero(open_rollout: Open
     failed = trajectories[1]
     assert failed.termination == "error" and "ZeroDivisionError: planted in 0-0" in failed.error
     assert text(failed) == "#### 0<|im_end|>"  # what was sampled until then is kept
-    assert sizes(rows, trajectories, drop_failed_groups=False) == {"0-0": [0, 2], "0-1": [0, 1, 2]}
-    assert sizes(rows, trajectories, drop_failed_groups=True) == {"0-1": [0, 1, 2]}
+    assert sizes(rows, trajectories) == {"0-0": [0, 2], "0-1": [0, 1, 2]}
+    assert sizes(rows, trajectories, num_wanted=3) == {"0-1": [0, 1, 2]}
     assert set(FailsFor.attempts.values()) == {1}
 
 
@@ -388,7 +388,7 @@ async def test_too_many_failures_end_the_run_with_the_most_frequent_cause(
     assert "LookupError: no answer to 3" in message and "reward.py" in message
     async with setting("0.625") as rollout:  # not more than that
         trajectories = await rollout.manager.generate_sequences(rows, step=1)
-    assert sizes(rows, trajectories, drop_failed_groups=False) == {
+    assert sizes(rows, trajectories) == {
         "0-2": [0],
         "0-6": [0],
         "0-7": [0],
@@ -468,7 +468,13 @@ async def test_a_sample_more_makes_up_for_one_that_failed(open_rollout: Opener) 
     async with open_rollout(right, "rollout.n=2", "rollout.over_sample_rate=0.1") as rollout:
         trajectories = await rollout.manager.generate_sequences(rows, step=1)
     assert sizes(rows, trajectories) == {"0-0": [0, 2], "0-1": [2]}
+    assert sizes(rows, trajectories, num_wanted=2) == {"0-0": [0, 2]}  # on_failure=drop_group
     assert len(trajectories) == 6
+
+
+async def test_samples_more_are_no_more_than_the_share(open_rollout: Opener) -> None:
+    async with open_rollout(right, "rollout.n=100", "rollout.over_sample_rate=0.07") as rollout:
+        assert len(rollout.manager._requests(prompts(1), 1, validate=False, greedy=False)) == 107
 
 
 async def test_a_failure_in_the_journal_does_not_come_too_late(
@@ -582,8 +588,8 @@ async def test_a_timeout_is_no_zero_either(open_rollout: Opener) -> None:
     async with open_rollout(right, *settings, delay_s=delay) as rollout:
         trajectories = await rollout.manager.generate_sequences(rows, step=1)
     assert [t.termination for t in trajectories] == ["stop", "timeout"]  # and that is no failure
-    assert sizes(rows, trajectories, drop_failed_groups=False) == {"0-0": [0]}
-    assert sizes(rows, trajectories, drop_failed_groups=True) == {"0-0": [0]}
+    assert sizes(rows, trajectories) == {"0-0": [0]}
+    assert sizes(rows, trajectories, num_wanted=1) == {"0-0": [0]}
 
 
 @register("rewrites_history")
@@ -607,7 +613,7 @@ async def test_stretches_of_one_conversation_share_its_reward(open_rollout: Open
     assert [text(t) for t in trajectories[:4]] == ["#### 99<|im_end|>", "#### 0<|im_end|>"] * 2
     assert [t.reward for t in trajectories] == [1.0] * 8
     assert len(seeds) == 8
-    assert sizes(rows, trajectories, drop_failed_groups=False) == {
+    assert sizes(rows, trajectories) == {
         "0-0": [0, 0, 1, 1], "0-1": [0, 0, 1, 1],
     }  # fmt: skip
 
@@ -637,7 +643,7 @@ async def test_a_reward_and_its_failure_are_those_of_every_stretch(
     assert [(t.reward, t.answer, t.reward_breakdown) for t in trajectories[2:4]] == [
         (score, "x", {"acc": 1.0})
     ] * 2
-    groups = groups_for_training(rows, trajectories, drop_failed_groups=False)
+    groups = groups_for_training(rows, trajectories)
     assert [group.uid for group in groups] == ["0-1", "0-2"]
 
 
