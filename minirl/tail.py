@@ -1,5 +1,7 @@
 """actor.logprobs_in_tail: the trainer works while the rollout waits for its last conversations."""
 
+import asyncio
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,8 @@ class TailLogprobs:
         batch = None
         if self._run.inputs:
             rewards = [[0.0] * len(t.response_ids) for t in ended]
-            batch = packing.pack(ended, rewards, list(range(len(ended))))
+            # Seconds, for millions of tokens, in which the others go on.
+            batch = await asyncio.to_thread(packing.pack, ended, rewards, list(range(len(ended))))
         batch = await self._run.on_trainer(self._run.world.broadcast_batch, batch)
         logprobs = await self._run.on_trainer(self._run.policy.compute_logprobs, batch)
         if self._run.inputs:

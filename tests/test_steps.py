@@ -19,7 +19,7 @@ from minirl.steps import Steps
 from minirl.tail import TailLogprobs
 from minirl.tracking import read_metrics
 from minirl.train import train
-from minirl.trainer import checkpoint_folder
+from minirl.trainer import checkpoint_folder, packing
 from minirl.trainer.checkpoint import CheckpointError, Checkpoints
 from minirl.trainer.policy import PolicyTrainer
 from minirl.types import MicroBatch, TokenOutput, Trajectory
@@ -117,11 +117,18 @@ class SlowestLast(SeededEngine):
 async def test_logprobs_in_the_tail_of_the_rollout(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    early, steps = TailLogprobs.compute, count(1)
+    early, steps, pack = TailLogprobs.compute, count(1), packing.pack
+
+    def pack_beside_the_loop(*args: Any) -> MicroBatch:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        return pack(*args)
 
     async def then_end(self: TailLogprobs, trajectories: list[Trajectory]) -> None:
         assert len(trajectories) == 9
-        await early(self, trajectories)
+        with monkeypatch.context() as patch:  # conversations go on meanwhile
+            patch.setattr(packing, "pack", pack_beside_the_loop)
+            await early(self, trajectories)
         SlowestLast.known[next(steps)].set()
 
     monkeypatch.setattr(TailLogprobs, "compute", then_end)
