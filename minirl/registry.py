@@ -69,13 +69,12 @@ def locate(path: str, kind: str = "object") -> Any:
         raise ValueError(f"{kind} {path!r}: write it as package.module:attribute")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists; something that it imports does not
-        raise ValueError(f"{kind} {path!r}: no module {error.name!r} can be imported") from error
-    except ValueError as error:  # of the module's own code
-        problem = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{kind} {path!r}: it cannot be imported: {problem}") from error
+    except Exception as error:  # of the module's own code, whatever it is
+        problem = f"it cannot be imported: {type(error).__name__}: {error}"
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            problem = f"no module {missing!r} can be imported"
+        raise ValueError(f"{kind} {path!r}: {problem}") from error
     if not hasattr(module, attribute):
         names = [name for name in vars(module) if not name.startswith("_")]
         raise ValueError(

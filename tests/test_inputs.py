@@ -303,15 +303,23 @@ def test_the_user_of_a_row_has_to_be_there(project: Path, tmp_path: Path) -> Non
     assert list(read(project, files, users).interactions) == ["number_user"]
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("rollout.agent.default_agent_loop", "rollout.multi_turn.format", "reward.reward_manager"),
+        *("algorithm.adv_estimator", "algorithm.kl_ctrl.type", "actor.policy_loss.loss_mode"),
+    ],
+)
 def test_a_module_that_raises(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    (tmp_path / "raising_agents.py").write_text("undefined_name\n")
+    (tmp_path / "raising_parts.py").write_text("undefined_name\n")
     monkeypatch.syspath_prepend(tmp_path)
-    found = problem(project, "rollout.agent.default_agent_loop=raising_agents:Mine")
-    assert found == (
-        "rollout.agent.default_agent_loop: raising_agents:Mine: NameError: "
-        "name 'undefined_name' is not defined"
+    found = problem(project, f"{key}=raising_parts:mine")
+    assert found.startswith(key.removesuffix(".type").removesuffix(".loss_mode"))
+    assert found.endswith(
+        "'raising_parts:mine': it cannot be imported: NameError: name 'undefined_name' is not "
+        "defined"
     )
 
 

@@ -100,10 +100,6 @@ def _load_custom(config: CustomRewardConfig) -> Callable[..., Any]:
             function = locate(f"{config.path}:{config.name}", key)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        except Exception as error:  # of the user's module, whatever it is
-            raise ConfigError(
-                f"{key}.path: {config.path} cannot be imported: {type(error).__name__}: {error}"
-            ) from error
     else:
         require(Path(config.path).is_file(), f"{key}.path", config.path, "no such file")
         try:

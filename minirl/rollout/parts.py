@@ -96,8 +96,6 @@ def named(key: str, find: Callable[..., Any], *arguments: Any) -> Any:
         return find(*arguments)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
-    except Exception as error:  # of the user's module, whatever it is
-        raise ConfigError(f"{key}: {arguments[0]}: {type(error).__name__}: {error}") from error
 
 
 def check_agent_loop(key: str, name: str, agent_loops: dict[str, AgentLoopFactory]) -> None:

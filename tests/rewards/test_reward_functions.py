@@ -107,9 +107,7 @@ def test_a_file_that_cannot_be_imported(tmp_path, source, message):
 def test_a_module_or_a_class_that_raises(tmp_path, monkeypatch):
     (tmp_path / "raising_reward.py").write_text("def compute_score(): ...\nundefined_name\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"function\.path: raising_reward cannot be .*NameError: "
-    ):
+    with pytest.raises(ConfigError, match=r"function 'raising_reward:.* cannot be .*NameError: "):
         load_reward_function(custom("raising_reward"))
     with pytest.raises(ConfigError, match=r"function: Needy: KeyError: 'NO_SUCH'"):
         load_reward_function(custom("test_reward_functions", "Needy"))

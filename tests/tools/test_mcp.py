@@ -358,8 +358,11 @@ def test_without_the_sdk_a_tool_config_says_what_to_install(tmp_path, monkeypatc
     for name in [name for name in sys.modules if name.startswith("minirl.tools.mcp")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "mcp_types", None)
-    with pytest.raises(ConfigError, match=r"entry 1: MCP tools need .* pip install 'mcp>=2'"):
+    with pytest.raises(
+        ConfigError, match=r"ImportError: MCP tools need .* pip install 'mcp>"
+    ) as error:
         load_tools(write(tmp_path, STDIO))
+    assert "tools, entry 1: tool 'minirl.tools.mcp:MCPTool': it cannot" in str(error.value)
 
 
 async def test_a_run_asks_for_its_tools_at_start_and_closes_them_at_its_end(tmp_path):
