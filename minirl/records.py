@@ -58,7 +58,8 @@ class Records:
         self._display = self._stack.enter_context(display)
         self._traces = self._stack.enter_context(Traces(self._config, self._decode))
         if self._resumed is not None:
-            self._display.message(f"resumed from step {self._resumed} of {trainer.run_dir}")
+            over = "" if start_step < self._total_steps else "; no step is left to be trained"
+            self._display.message(f"resumed from step {self._resumed} of {trainer.run_dir}{over}")
         return self
 
     def _is_recorded(self, step: int) -> bool:

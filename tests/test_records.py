@@ -25,3 +25,11 @@ async def test_what_an_earlier_run_left_is_kept_and_does_not_mix(tmp_path, resum
     splits = [json.loads(line)["split"] for line in now.read_text().splitlines()]
     assert splits == (["train"] if resumed is None else ["val", "train"])
     assert earlier.exists() == (run_dir / "config.1.yaml").exists() == (resumed is None)
+
+
+@pytest.mark.parametrize(("total", "left"), [(3, ""), (2, "; no step is left to be trained")])
+def test_a_run_that_is_over_says_so(tmp_path, capsys, total: int, left: str) -> None:
+    config = load_config(["model.path=m", f"trainer.default_local_dir={tmp_path}"])
+    with Records(config, total, 2, str):
+        pass
+    assert f"resumed from step 2 of {tmp_path}/minirl{left}\n" in capsys.readouterr().out
