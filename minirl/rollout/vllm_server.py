@@ -80,11 +80,14 @@ class VLLMServer(AsyncServerBase):
 
             from minirl.rollout import weight_transfer
 
-            arguments = AsyncEngineArgs(
-                **self._engine_arguments(),
-                weight_transfer_config=WeightTransferConfig(backend=weight_transfer.BACKEND),
-                worker_extension_cls=f"{weight_transfer.__name__}.WorkerExtension",
-            )
+            try:
+                arguments = AsyncEngineArgs(
+                    **self._engine_arguments(),
+                    weight_transfer_config=WeightTransferConfig(backend=weight_transfer.BACKEND),
+                    worker_extension_cls=f"{weight_transfer.__name__}.WorkerExtension",
+                )
+            except TypeError as error:  # a name that it does not have, or that is given above
+                raise ConfigError(f"rollout.engine_kwargs: {error}") from error
             self._engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[self._step_counter()])
 
     def _step_counter(self) -> Any:

@@ -17,7 +17,7 @@ from engine_pair import Pair, Without, open_pair
 from engine_talk import endpoint, talk
 from torch.distributed import rendezvous
 
-from minirl.config import load_config
+from minirl.config import ConfigError, load_config
 from minirl.credit import correct_mismatch
 from minirl.rollout.server import EngineLostError, RequestRefusedError
 from minirl.rollout.vllm_server import VLLMServer, _environment
@@ -83,6 +83,12 @@ def test_a_gpu_needs_no_flashinfer(tmp_path: Path, monkeypatch: Any) -> None:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(topk_topp_sampler.current_platform, "is_cuda", lambda: True)
     assert not topk_topp_sampler.flashinfer_sampler_supported()
+
+
+def test_an_argument_that_vllm_does_not_have_is_named(tmp_path: Path) -> None:
+    config = load_config(["model.path=m", "rollout.engine_kwargs.max_num_sequences=4"])
+    with pytest.raises(ConfigError, match=r"rollout\.engine_kwargs: .* 'max_num_sequences'"):
+        VLLMServer(config, log_file=tmp_path / "engine.log")._start()
 
 
 @pytest.mark.parametrize("device_ids", [None, [0]])
