@@ -323,10 +323,14 @@ def test_a_module_that_raises(
     )
 
 
-def test_the_engine_of_transformers_has_one_device(project: Path) -> None:
+def test_the_engine_of_transformers_has_one_device_and_no_arguments(project: Path) -> None:
     settings = ("rollout.name=transformers", "rollout.tensor_parallel_size=2")
     assert problem(project, *settings) == (
         "rollout.tensor_parallel_size: got 2; rollout.name=transformers computes on one device; "
         "write 1"
+    )
+    settings = ("rollout.name=transformers", "rollout.engine_kwargs.seed=1")
+    assert problem(project, *settings) == (
+        "rollout.engine_kwargs: got {'seed': 1}; rollout.name=transformers takes none; leave it out"
     )
     assert "rollout.mode: unknown rollout mode 'asink'" in problem(project, "rollout.mode=asink")

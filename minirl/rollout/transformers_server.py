@@ -31,6 +31,12 @@ def check_transformers(rollout: RolloutConfig) -> None:
         rollout.tensor_parallel_size,
         "rollout.name=transformers computes on one device; write 1",
     )
+    require(
+        not rollout.engine_kwargs,
+        "rollout.engine_kwargs",
+        rollout.engine_kwargs,
+        "rollout.name=transformers takes none; leave it out",
+    )
 
 
 @SERVERS.register("transformers")
