@@ -82,6 +82,7 @@ def test_good_input(project: Path) -> None:
         project,
         f"data.val_files=[{project}/rows.jsonl, {project}/rows.jsonl]",
         f"rollout.multi_turn.tool_config_path={project}/tools.yaml",
+        "rollout.agent.default_agent_loop=tool_agent",
         f"reward.custom_reward_function.path={project}/reward.py",
     )
     assert list(inputs.tools) == ["calculator"]
@@ -207,6 +208,18 @@ def test_a_tool_that_is_not_there(project: Path, tmp_path: Path, target: str, me
     file.write_text(yaml.dump({"tools": [{"class_name": target}]}))
     found = problem(project, f"rollout.multi_turn.tool_config_path={file}")
     assert found.startswith(f"{file}: tools, entry 1: ") and message in found
+
+
+def test_tools_that_no_agent_loop_would_call(project: Path, tmp_path: Path) -> None:
+    tools = f"rollout.multi_turn.tool_config_path={project}/tools.yaml"
+    assert problem(project, tools) == (
+        f"rollout.multi_turn.tool_config_path: got '{project}/tools.yaml'; single_turn_agent, "
+        "which answers all rows, calls no tool; set rollout.agent.default_agent_loop=tool_agent, "
+        "or the rows' agent_name"
+    )
+    some = [make_row(i, agent_name="tool_agent" if i else None) for i in range(4)]
+    rows = write_rows(tmp_path / "rows.jsonl", some)
+    assert read(project, tools, f"data.train_files=[{rows}]").tools
 
 
 @pytest.mark.parametrize(

@@ -367,8 +367,9 @@ def test_without_the_sdk_a_tool_config_says_what_to_install(tmp_path, monkeypatc
 
 async def test_a_run_asks_for_its_tools_at_start_and_closes_them_at_its_end(tmp_path):
     path = write(tmp_path, {**STDIO, "tools": ["pid"]})
-    override = f"rollout.multi_turn.tool_config_path={path}"
-    async with scripted_run(make_config(make_project(tmp_path), "mcp", override)) as run:
+    tools = f"rollout.multi_turn.tool_config_path={path}"
+    loop = "rollout.agent.default_agent_loop=tool_agent"
+    async with scripted_run(make_config(make_project(tmp_path), "mcp", tools, loop)) as run:
         process = int(await execute(run.inputs.tools, "pid"))
         assert psutil.pid_exists(process)
     assert not psutil.pid_exists(process)
