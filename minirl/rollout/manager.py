@@ -4,6 +4,7 @@ trajectories = await manager.generate_sequences(prompts, step=7)
 """
 
 import asyncio
+import logging
 import math
 import time
 from collections import Counter
@@ -19,6 +20,8 @@ from minirl.rewards import reward_number
 from minirl.rollout.server import ServerClient, engine_answers
 from minirl.rollout.worker import SampleRequest, Workers, WorkerStats, loop_lag
 from minirl.types import GREEDY, Group, Termination, Trajectory, conversations
+
+logger = logging.getLogger(__name__)
 
 REDUCED: dict[str, Reduce] = {
     "rollout/tokens_per_s": "mean",
@@ -152,15 +155,20 @@ class AgentLoopManager:
         rollout = self._config.rollout
         trajectories = conversations(trajectories)
         errors = [str(t.error) for t in trajectories if t.termination == "error"]
+        if not errors:
+            return
+        cause, count = Counter(map(_cause, errors)).most_common(1)[0]
+        example = next(error for error in errors if _cause(error) == cause)
+        failed = f"{len(errors)} of {len(trajectories)} trajectories failed"
         limit = 0.0 if rollout.on_failure == "raise" else rollout.max_failure_fraction
         if len(errors) > limit * len(trajectories):
-            cause, count = Counter(map(_cause, errors)).most_common(1)[0]
-            example = next(error for error in errors if _cause(error) == cause)
             raise TooManyFailuresError(
-                f"{len(errors)} of {len(trajectories)} trajectories failed, more than "
+                f"{failed}, more than "
                 f"rollout.on_failure={rollout.on_failure} and rollout.max_failure_fraction="
                 f"{rollout.max_failure_fraction} allow; most often ({count} times):\n{example}"
             )
+        last_line = example.rstrip().rpartition("\n")[2]
+        logger.warning("%s, most often (%d times) by %s", failed, count, last_line)
 
 
 async def _quarter_left(running: Collection[asyncio.Task[Any]]) -> None:

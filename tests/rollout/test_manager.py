@@ -332,10 +332,14 @@ def sizes(
     return {group.uid: [t.sample_index for t in group.trajectories] for group in groups}
 
 
-async def test_a_failed_trajectory_is_masked_and_never_a_zero(open_rollout: Opener) -> None:
+async def test_a_failed_trajectory_is_masked_and_never_a_zero(
+    open_rollout: Opener, caplog: Any
+) -> None:
     rows = failing({"1": 9}, {}, {"0": 9, "1": 9, "2": 9})
     async with open_rollout(right, "rollout.n=3") as rollout:
         trajectories = await rollout.manager.generate_sequences(rows, step=1)
+    told = "4 of 9 trajectories failed, most often (4 times) by ZeroDivisionError: planted in 0-0"
+    assert told in caplog.messages
     failed = trajectories[1]
     assert failed.termination == "error" and "ZeroDivisionError: planted in 0-0" in failed.error
     assert text(failed) == "#### 0<|im_end|>"  # what was sampled until then is kept
