@@ -10,9 +10,7 @@ warms up, does not count. Then the phases, and the proof (`rollout.sync_check`),
 the ratio. `debug` is the demo's shape, `medium` 192 MB; weights are random.
 """
 
-import argparse
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import interleave, machine, ratios, show
-from benchmarks.results import add_options, provenance, start_load, table, write_section
+from benchmarks.results import make_parser, start_load, table, write
 from benchmarks.shapes import SHAPES, random_model
 from minirl.config import Config, load_config
 from minirl.distributed import distributed
@@ -34,18 +32,11 @@ from minirl.trainer.policy import PolicyTrainer
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.weight_sync",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("weight_sync", __doc__, repetitions=9)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["debug", "medium"])
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
-    parser.add_argument("--repetitions", type=int, default=9)
-    add_options(parser, "build/weight_sync.json")
     arguments = parser.parse_args()
     load, texts = start_load(), list[str]()
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"machine": machine() | {"load": load}}
     for name in arguments.models:
         print(f"{name}:")
@@ -53,9 +44,7 @@ def main() -> None:
             results[name] = measure(runner, name, arguments.engine, arguments.repetitions)
         show(results[name])
         texts.append(table([name, ""], results[name].items()))
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-    if arguments.record:
-        write_section("weight_sync", "\n\n".join([provenance(load), *texts]))
+    write(arguments, results, "weight_sync", load, *texts)
 
 
 def measure(runner: asyncio.Runner, name: str, engine: str, repetitions: int) -> dict[str, Any]:

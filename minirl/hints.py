@@ -4,7 +4,6 @@ The hint goes into the prompt; the policy then scores the answers it gave withou
 """
 
 import asyncio
-import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from minirl.chat import ChatBuilder
 from minirl.config import ConfigError, CPOConfig
 from minirl.registry import Registry, option_names
 from minirl.tools import BaseTool
-from minirl.tools.threads import run_in_thread
+from minirl.tools.threads import run_function
 from minirl.types import Group, Trajectory
 
 Row = Mapping[str, Any]
@@ -125,6 +124,4 @@ def _render(
 
 def _async(function: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, str]]:
     """A plain function may wait or compute for long: it runs in a thread."""
-    if inspect.iscoroutinefunction(function):  # sees through a partial
-        return function
-    return partial(run_in_thread, function)
+    return partial(run_function, function)

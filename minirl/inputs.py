@@ -65,13 +65,18 @@ def read_inputs(config: Config, *, training: bool = True) -> Inputs:
         f"data.train_files have only {len(train_rows)} rows that can be used",
     )
     loops = {row.get("agent_name") or config.rollout.agent.default_agent_loop for row in train_rows}
-    require(
-        not parts.tools or loops != {"single_turn_agent"},
-        "rollout.multi_turn.tool_config_path",
-        config.rollout.multi_turn.tool_config_path,
-        "single_turn_agent, which answers all rows, calls no tool; set "
-        "rollout.agent.default_agent_loop=tool_agent, or the rows' agent_name",
-    )
+    multi_turn = config.rollout.multi_turn
+    for key, unused, what in (
+        ("tool_config_path", parts.tools, "calls no tool"),
+        ("interaction_config_path", parts.interactions, "asks no user"),
+    ):
+        require(
+            not unused or loops != {"single_turn_agent"},
+            f"rollout.multi_turn.{key}",
+            getattr(multi_turn, key),
+            f"single_turn_agent, which answers all rows, {what}; set "
+            "rollout.agent.default_agent_loop=tool_agent, or the rows' agent_name",
+        )
     return Inputs(
         **vars(parts),
         reward_model_input=_reward_model_input(config, parts, train_rows + val_rows),

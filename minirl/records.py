@@ -44,7 +44,8 @@ class Records:
         for path in (trainer.run_dir / "config.yaml", trainer.run_dir / "trajectories"):
             if self._resumed is None and path.exists():  # of an earlier run
                 path.rename(free_name(path))
-        (trainer.run_dir / "config.yaml").write_text(to_yaml(self._config))
+        if (self._resumed or 0) < self._total_steps:  # else it says how the steps came about
+            (trainer.run_dir / "config.yaml").write_text(to_yaml(self._config))
         self.lacks_resumed = self._resumed is not None and not self._is_recorded(self._resumed)
         resumed_at = self._resumed
         if resumed_at is not None and self.lacks_resumed:

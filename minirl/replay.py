@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from minirl.config import Config, ConfigError
 from minirl.distributed import place
@@ -195,7 +196,7 @@ def config_of_replay(record: RunRecord) -> Config:
 
 def compare(record: RunRecord, console: Console) -> list[str]:
     """Print what was recorded and what is computed now; names of what differs, `step 3: loss`."""
-    table = Table("step", "", "recorded", "now", title=str(record.run_dir))
+    table = Table("step", "", "recorded", "now", title=Text(str(record.run_dir)))
     different = []
     for number, journal in enumerate(record.journals, record.last_step + 1 - len(record.journals)):
         before, now = journal.outcome, journal.now

@@ -1,6 +1,7 @@
 """Everything long-lived of a run, opened and closed in order; train.py and evaluate.py use it."""
 
 import asyncio
+import fcntl
 import gc
 import logging
 import os
@@ -15,7 +16,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from minirl.agent_loop import derive_seed
-from minirl.config import Config
+from minirl.config import Config, ConfigError
 from minirl.distributed import Dist, distributed
 from minirl.inputs import Inputs, read_inputs
 from minirl.launch import SOCKETS, TrainerThread
@@ -90,7 +91,8 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
     disable_progress_bar()
     on_trainer = TrainerThread()
     async with AsyncExitStack() as stack:
-        stack.enter_context(_logging(config.trainer.run_dir / "logs" / f"rank_{rank}.log"))
+        log_file = config.trainer.run_dir / "logs" / f"rank_{rank}.log"
+        stack.enter_context(_logging(log_file, alone=training))
         inputs = read_inputs(config, training=training) if is_main else None
         if is_main and config.rollout.agent.num_workers:
             begin_imports()
@@ -101,9 +103,7 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
             await on_trainer(torch.cuda.set_device, world.device)  # each thread has its own
         stack.enter_context(WAITS.explained(config.rollout.stall_warning_s))
         CONVERSATION.set(f"rank {world.rank}")
-        folder = await on_trainer(world.broadcast_text, SOCKETS.make() if is_main else "")
-        await on_trainer(world.require_one_machine, Path(folder))
-        SOCKETS.join(folder)
+        SOCKETS.join(await on_trainer(world.share_path, SOCKETS.make() if is_main else ""))
         addresses = [f"ipc://{SOCKETS.path}/engine_{group}" for group in range(world.num_groups)]
         total_steps = await on_trainer(_total_steps, config, world, inputs)
         after_engine = await stack.enter_async_context(AsyncExitStack())
@@ -273,11 +273,20 @@ async def _watch_from_afar(client: ServerClient, timeout_s: float) -> None:
 
 
 @contextmanager
-def _logging(path: Path) -> Iterator[None]:
+def _logging(path: Path, *, alone: bool) -> Iterator[None]:
     """Send this rank's log records to its file, warnings to stderr too; the file also gets the
-    traceback of what ends the run."""
+    traceback of what ends the run. ConfigError where another run is `alone` in writing to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)
+    assert handler.stream
+    try:
+        if alone:  # for as long as the file is open here; children do not hold the lock
+            fcntl.lockf(handler.stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.experiment_name: {path.parents[1]} is that of a run that has not ended "
+            f"({error.strerror}: {path}); wait for its end, or write another name"
+        ) from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     log = logging.getLogger("minirl")
     log.addHandler(handler)

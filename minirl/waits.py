@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 CONVERSATION: ContextVar[str] = ContextVar("conversation", default="the run")
 """Prompt and sample of the conversation that the running task belongs to: `12-3/0`."""
+NO_CONVERSATION = "no conversation"
+"""Of what asks the policy outside of any: a judge, for one."""
 NUM_NAMED = 3  # conversations of each kind of wait that a report names
 NUM_FRAMES = 8  # of what blocks an event loop
 

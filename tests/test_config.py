@@ -107,6 +107,7 @@ def test_an_unknown_key_is_told_the_nearest(override: str, message: str) -> None
         ("rollout.multi_turn=3", "rollout.multi_turn: got 3; must be a section (tool_config_path"),
         ("rollout=null", "rollout: got None; must be a section (name, mode, n"),
         ("ref=3", "ref: got 3; must be a section (path) or null"),
+        ("actor.optim.weight_decay=-1", "actor.optim.weight_decay: got -1.0; 0 or more"),
         ("actor.optim.betas=[1]", "actor.optim.betas: got [1]; must be a list of 2, each a num"),
         ("actor.optim.betas=[a,b]", "actor.optim.betas: got ['a', 'b']; must be a list of 2"),
         ("rollout.mask_terminations=[eror]", "got ['eror']; must be a list [...], each one of"),

@@ -47,10 +47,16 @@ async def a_judge(row, trajectory):
     return f"reward {trajectory.reward}"
 
 
+def a_decorated_judge(row, trajectory):
+    return a_judge(row, trajectory)
+
+
 async def test_functions_of_the_user_plain_or_async():
     hint = load_hint(CPOConfig(hint_fn=f"{__name__}:plain_hint"))
     assert await hint(ROW, [answered(0.0)]) == "1 tried"
     hint = load_hint(CPOConfig(judge_fn=f"{__name__}:a_judge"))
+    assert await hint(ROW, [answered(0.25)]) == "Hint: the correct answer is 42. reward 0.25"
+    hint = load_hint(CPOConfig(judge_fn=f"{__name__}:a_decorated_judge"))
     assert await hint(ROW, [answered(0.25)]) == "Hint: the correct answer is 42. reward 0.25"
 
 

@@ -210,16 +210,24 @@ def test_a_tool_that_is_not_there(project: Path, tmp_path: Path, target: str, me
     assert found.startswith(f"{file}: tools, entry 1: ") and message in found
 
 
-def test_tools_that_no_agent_loop_would_call(project: Path, tmp_path: Path) -> None:
-    tools = f"rollout.multi_turn.tool_config_path={project}/tools.yaml"
-    assert problem(project, tools) == (
-        f"rollout.multi_turn.tool_config_path: got '{project}/tools.yaml'; single_turn_agent, "
-        "which answers all rows, calls no tool; set rollout.agent.default_agent_loop=tool_agent, "
-        "or the rows' agent_name"
+@pytest.mark.parametrize(
+    ("key", "file", "what"),
+    [
+        ("tool_config_path", "tools.yaml", "calls no tool"),
+        ("interaction_config_path", "users.yaml", "asks no user"),
+    ],
+)
+def test_tools_and_users_that_no_agent_loop_would_ask(
+    project: Path, tmp_path: Path, key: str, file: str, what: str
+) -> None:
+    setting = f"rollout.multi_turn.{key}={project}/{file}"
+    assert problem(project, setting) == (
+        f"rollout.multi_turn.{key}: got '{project}/{file}'; single_turn_agent, which answers all "
+        f"rows, {what}; set rollout.agent.default_agent_loop=tool_agent, or the rows' agent_name"
     )
     some = [make_row(i, agent_name="tool_agent" if i else None) for i in range(4)]
     rows = write_rows(tmp_path / "rows.jsonl", some)
-    assert read(project, tools, f"data.train_files=[{rows}]").tools
+    assert read(project, setting, f"data.train_files=[{rows}]").train_rows
 
 
 @pytest.mark.parametrize(
@@ -261,7 +269,7 @@ def test_a_template_that_cannot_be_extended_with_tools(
     read(project, template)  # without tools nothing is appended
     users = f"rollout.multi_turn.interaction_config_path={project}/users.yaml"
     if message:  # a user's words can be
-        read(project, template, users)
+        read(project, template, users, "rollout.agent.default_agent_loop=tool_agent")
     else:
         assert "cannot be used: cannot extend by user messages" in problem(project, template, users)
 

@@ -30,6 +30,10 @@ async def test_what_an_earlier_run_left_is_kept_and_does_not_mix(tmp_path, resum
 @pytest.mark.parametrize(("total", "left"), [(3, ""), (2, "; no step is left to be trained")])
 def test_a_run_that_is_over_says_so(tmp_path, capsys, total: int, left: str) -> None:
     config = load_config(["model.path=m", f"trainer.default_local_dir={tmp_path}"])
+    config.trainer.run_dir.mkdir()
+    before = config.trainer.run_dir / "config.yaml"
+    before.write_text("as it was trained")
     with Records(config, total, 2, str):
         pass
+    assert (before.read_text() == "as it was trained") == bool(left)
     assert f"resumed from step 2 of {tmp_path}/minirl{left}\n" in capsys.readouterr().out

@@ -1,16 +1,20 @@
 import asyncio
 import json
-from contextlib import AsyncExitStack
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from scripted_engine import ScriptedEngine
 from scripted_run import make_config, make_project, scripted_run
 
 from minirl import run
-from minirl.config import Config, load_config
+from minirl.config import Config, ConfigError, load_config
 from minirl.distributed import Dist
 from minirl.rollout.vllm_server import VLLMServer
 from minirl.testing import ScriptedServer
@@ -58,6 +62,36 @@ async def test_a_tool_that_hangs_when_it_is_closed_does_not_keep_the_run(
     async with asyncio.timeout(120), scripted_run(config, training=False):
         pass
     assert "tool 'endless' was not closed within 0.05 s" in caplog.text
+
+
+LOCKS = """import fcntl, pathlib, sys
+path = pathlib.Path(sys.argv[1])
+path.parent.mkdir(parents=True)
+with path.open("a") as file:
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """By another process."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", LOCKS, str(file)], **pipes) as other:
+        assert other.stdout and other.stdout.readline() == b"locked\n"
+        yield
+        other.communicate()
+
+
+async def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    config = make_config(make_project(tmp_path), "taken")
+    with locked(config.trainer.run_dir / "logs" / "rank_0.log"):
+        with pytest.raises(ConfigError, match=r"experiment_name: .*/taken is that of a run that"):
+            async with scripted_run(config):
+                pass
+    async with scripted_run(config):
+        pass
 
 
 async def test_what_is_said_of_the_inputs_is_in_the_log(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The boundary at which what goes wrong in a conversation becomes data."""
 
 import asyncio
+import numbers
 import traceback
 from collections.abc import Mapping
 from typing import Any
@@ -71,6 +72,9 @@ def _finished(result: Any) -> list[Trajectory]:
             "fit one another; only self.generate and self.append_observation may write to them, "
             "and self.finish(trajectory, reason) ends it"
         )
+    for name, value in ((n, v) for t in trajectories for n, v in t.metrics.items()):
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"run() returned a trajectory with metrics[{name!r}] = {value!r}")
     return trajectories
 
 

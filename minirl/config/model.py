@@ -82,6 +82,7 @@ class OptimConfig:
         """Called by the class that has it, which knows the name of the section."""
         positive(section, self, "lr", "eps")
         share(section, self, "min_lr_ratio")
+        require(self.weight_decay >= 0, f"{section}.weight_decay", self.weight_decay, "0 or more")
         decays = all(0 <= beta < 1 for beta in self.betas)
         require(decays, f"{section}.betas", self.betas, "each must be at least 0 and below 1")
 

@@ -15,7 +15,7 @@ from minirl.openai.answers import Completion, chunk_bodies, completion_body
 from minirl.openai.conversation import Conversation
 from minirl.openai.protocol import ApiError, ChatRequest, read_request
 from minirl.openai.sampling import complete, render_prompt, sample_choices
-from minirl.waits import CONVERSATION
+from minirl.waits import CONVERSATION, NO_CONVERSATION
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class OpenAIService:
 
     async def _answer(self, request: ChatRequest) -> Completion:
         """Outside of any trajectory: the client's sampling parameters count, and no token stays."""
-        CONVERSATION.set("no conversation")  # else it is that of the first to use the endpoint
+        CONVERSATION.set(NO_CONVERSATION)  # else it is that of the first to use the endpoint
         prompt_ids = await render_prompt(self._context, request)
         limit = self._context.config.max_model_len
         room = limit - len(prompt_ids)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from minirl.agent_loop import Server
 from minirl.registry import Registry
 from minirl.types import TokenOutput
-from minirl.waits import WAITS
+from minirl.waits import CONVERSATION, NO_CONVERSATION, WAITS
 
 T = TypeVar("T")
 
@@ -102,6 +102,8 @@ class TurnBarrier(Pace):
         call = partial(
             super().generate, request_id, prompt_ids=prompt_ids, sampling_params=sampling_params
         )
+        if CONVERSATION.get() == NO_CONVERSATION:
+            return await call()  # a judge's: conversations would wait for it, and it for them
         with WAITS.on("the other conversations (rollout.mode=sync)"):
             return await self._one_of_a_round(request_id, call)
 

@@ -80,6 +80,14 @@ class ByHand(AgentLoopBase):
         return trajectory
 
 
+class Unmeasured(AgentLoopBase):
+    async def run(self, sampling_params, **row):
+        trajectory = await self.start(row["raw_prompt"])
+        await self.generate(trajectory, sampling_params)
+        trajectory.metrics["depth"] = None
+        return self.finish(trajectory, "stop")
+
+
 class Nothing(AgentLoopBase):
     async def run(self, sampling_params, **row):
         return None
@@ -105,6 +113,7 @@ async def test_a_loop_may_return_several_trajectories():
         (Unfinished, "call self.finish(trajectory, reason)", 0),
         (Broken, "KeyError: 'user code'", 1),
         (Nothing, "run() returned None", 0),
+        (Unmeasured, "run() returned a trajectory with metrics['depth'] = None", 1),
         (Late, "TimeoutError: upstream", 0),
         (Exiting, r"SystemExit: no \udcff licence", 0),  # escaped: it could not be written
         (Panicking, "Panic: index out of bounds", 0),

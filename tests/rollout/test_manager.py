@@ -937,6 +937,25 @@ async def test_at_a_barrier_each_conversation_waits_under_its_own_name(
     assert expected in [re.sub(seconds, "", report) for report in reports]
 
 
+JUDGED = """reward:
+  custom_reward_function: {path: minirl.rewards.judge, name: Judge}
+  reward_kwargs: {base_url: policy, prompt: "{solution_str}", pattern: '(\\d+)', max_concurrency: 1}
+"""
+
+
+async def test_a_judge_does_not_wait_for_conversations_that_wait_for_it(
+    open_rollout: Opener, tmp_path: Path
+) -> None:
+    """Three are scored, by one request at a time, while no turn begins."""
+    judged = tmp_path / "judged.yaml"
+    judged.write_text(JUDGED)
+    reply = lambda *_: "#### 4"
+    async with open_rollout(reply, "rollout.mode=sync", str(judged)) as rollout:
+        async with asyncio.timeout(120):
+            trajectories = await rollout.manager.generate_sequences(prompts(3), step=1)
+    assert [t.reward for t in trajectories] == [4.0] * 3
+
+
 async def test_an_engine_that_does_not_go_to_sleep_is_lost(
     open_rollout: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
