@@ -103,7 +103,8 @@ def _report(run_dir: Path, summary: dict[str, Any]) -> None:
         f"({summary['train_seconds']:.0f} s; first step after "
         f"{summary['first_step_seconds']:.0f} s)\n"
         f"run directory:   {run_dir}\n"
-        f"learning curve:  {run_dir / 'learning_curve.png'}"
+        f"learning curve:  {run_dir / 'learning_curve.png'}\n"
+        f"every token:     {sys.executable} -m minirl.view {run_dir}"
     )
 
 
