@@ -90,7 +90,13 @@ def make_kl_controller(algorithm: AlgorithmConfig) -> FixedKL:
 
 def correction_options(correction: RolloutCorrectionConfig) -> dict[str, Any]:
     """Keyword arguments of `rollout_correction`."""
-    return {name: value for name, value in vars(correction).items() if name != "bypass_mode"}
+    return {
+        "rollout_is": correction.rollout_is,
+        "rollout_is_threshold": correction.rollout_is_threshold,
+        "rollout_is_batch_normalize": correction.rollout_is_batch_normalize,
+        "rollout_rs": correction.rollout_rs,
+        "rollout_rs_threshold": correction.rollout_rs_threshold,
+    }
 
 
 def correct_mismatch(
