@@ -86,10 +86,11 @@ def locked(file: Path) -> Iterator[None]:
 
 async def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
     config = make_config(make_project(tmp_path), "taken")
-    with locked(config.trainer.run_dir / "logs" / "rank_0.log"):
-        with pytest.raises(ConfigError, match=r"experiment_name: .*/taken is that of a run that"):
-            async with scripted_run(config):
-                pass
+    log_file = config.trainer.run_dir / "logs" / "rank_0.log"
+    refused = pytest.raises(ConfigError, match=r"experiment_name: .*/taken is that of a run that")
+    with locked(log_file), refused:
+        async with scripted_run(config):
+            pass
     async with scripted_run(config):
         pass
 
