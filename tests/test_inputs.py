@@ -321,7 +321,8 @@ def test_the_user_of_a_row_has_to_be_there(project: Path, tmp_path: Path) -> Non
         "in rollout.multi_turn.interaction_config_path (known: none)"
     )
     users = f"rollout.multi_turn.interaction_config_path={project}/users.yaml"
-    assert list(read(project, files, users).interactions) == ["number_user"]
+    asked = "rollout.agent.default_agent_loop=tool_agent"
+    assert list(read(project, files, users, asked).interactions) == ["number_user"]
 
 
 @pytest.mark.parametrize(
