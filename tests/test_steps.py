@@ -214,8 +214,7 @@ async def test_starting_anew_keeps_the_checkpoints_of_before(
 async def test_the_engine_sleeps_and_is_given_every_version(project: Path) -> None:
     await run_training(make_config(project, "calls", "trainer.total_training_steps=2"))
     calls = [(n, v) for n, v in SeededEngine.last.calls if n not in ("update_weights",)]
-    name, info = calls.pop(0)  # once, at the first sync
-    assert name == "init_weight_transfer" and info["num_threads"] == torch.get_num_threads()
+    assert calls.pop(0)[0] == "init_weight_transfer"  # once, at the first sync
     update = [("start_weight_update", None)]
 
     def sync(version: int) -> list[tuple[str, Any]]:

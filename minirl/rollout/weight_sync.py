@@ -7,7 +7,6 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Protocol
 
 import msgspec
-import torch
 from torch import Tensor
 
 from minirl.config import Config
@@ -155,8 +154,6 @@ class WeightSync:
             first, size = self._world.leader, self._world.tensor_parallel_size
             group = handles[first : first + size]
             init_info["ipc_handles"] = [msgspec.msgpack.decode(handle) for handle in group]
-        else:
-            init_info["num_threads"] = torch.get_num_threads()
         if self._server:
             async with self._engine("to map the buffer of its weights"):
                 await self._server.init_weight_transfer(init_info)

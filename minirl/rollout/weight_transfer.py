@@ -41,8 +41,6 @@ class MinirlInitInfo(WeightTransferInitInfo):
     """CPU: the buffer's file descriptor as a path that the worker can open."""
     ipc_handles: list[dict[str, Any]] = field(default_factory=list)
     """GPU: per worker of the engine, `cuda_handle` of the trainer rank on the same device."""
-    num_threads: int = 1
-    """CPU: that a worker loads with; those of its trainer rank, which waits meanwhile."""
 
 
 @dataclass
@@ -63,7 +61,6 @@ class MinirlTransfer(WeightTransferEngine[MinirlInitInfo, MinirlUpdateInfo]):
 
     def init_transfer_engine(self, init_info: MinirlInitInfo) -> None:
         """Map the trainer's buffer."""
-        self.num_threads = init_info.num_threads
         if init_info.path is not None:
             self.flat = open_shared(init_info.path, init_info.num_bytes)
         else:
@@ -72,10 +69,6 @@ class MinirlTransfer(WeightTransferEngine[MinirlInitInfo, MinirlUpdateInfo]):
 
     def start_weight_update(self) -> None:
         """Loading repacks weights: vLLM keeps the originals' storage and copies into it."""
-        self.own_threads = torch.get_num_threads()
-        # vLLM's workers replace torch.set_num_threads by one that does nothing, for the sake of
-        # threads that are bound to cores; here they are not.
-        torch._C.set_num_threads(self.num_threads)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: MinirlUpdateInfo) -> None:
@@ -102,7 +95,6 @@ class MinirlTransfer(WeightTransferEngine[MinirlInitInfo, MinirlUpdateInfo]):
         """Put the new weights in place."""
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied_head(self.model)
-        torch._C.set_num_threads(self.own_threads)
 
     def shutdown(self) -> None:
         """Let go of the buffer."""

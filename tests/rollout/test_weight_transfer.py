@@ -43,7 +43,6 @@ class Model(nn.Module):
 
     def load_weights(self, weights: Any) -> None:
         self.seen = {name: digest(tensor) for name, tensor in weights}
-        self.num_threads = torch.get_num_threads()
 
 
 def worker(init_info: dict[str, Any], pipe: Connection) -> None:
@@ -73,21 +72,6 @@ def test_another_process_reads_what_was_written_bit_for_bit() -> None:
     ours.send(None)
     process.join(120)
     assert process.exitcode == 0
-    buffer.close()
-
-
-def test_a_worker_loads_with_the_threads_of_its_trainer() -> None:
-    transfer: Any = object.__new__(MinirlTransfer)
-    transfer.model, transfer.model_config = Model(), None
-    buffer = WeightBuffer(num_bytes(make_bucket(0)), CPU)
-    own = torch.get_num_threads()
-    info = {"num_bytes": buffer.num_bytes, "path": buffer.path, "num_threads": own + 2}
-    transfer.init_transfer_engine(MinirlInitInfo(**info))
-    transfer.start_weight_update()
-    transfer.receive_weights(MinirlUpdateInfo(**buffer.write(make_bucket(0))))
-    transfer.finish_weight_update()
-    assert (transfer.model.num_threads, torch.get_num_threads()) == (own + 2, own)
-    transfer.shutdown()
     buffer.close()
 
 
