@@ -119,7 +119,8 @@ def _settings(folder: Path, engine: str, cuda: bool) -> list[str]:
         *(f"model.path={folder}", f"model.dtype={'bfloat16' if cuda else 'float32'}"),
         *(f"rollout.name={engine}", "rollout.enforce_eager=true", "rollout.cpu_kv_cache_gb=0.25"),
         *("rollout.response_length=64", "data.max_prompt_length=64", "rollout.max_num_seqs=8"),
-        *("rollout.gpu_memory_utilization=0.4", "rollout.sync_check.max_logprob_diff=1.0"),
+        "rollout.gpu_memory_utilization=0.4",
+        f"rollout.sync_check.max_logprob_diff={1.0 if cuda else 1e-4}",
     ]
 
 
