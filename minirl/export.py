@@ -17,7 +17,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import cached_file
 
-from minirl.config import Config, ConfigError, load_config
+from minirl.config import Config, ConfigError, load_config, run_config_file
 from minirl.trainer import checkpoint, lora
 from minirl.trainer.buckets import WeightBuckets
 from minirl.trainer.fsdp import check_model_folder, empty_model, read_weights
@@ -71,14 +71,13 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
 
 
 def _config_of(run: Path) -> Config:
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run}: has no config.yaml; name a run directory (runs/<experiment>)")
-    config = load_config([str(run / "config.yaml")])
+    file = run_config_file(run)
+    config = load_config([str(file)])
     try:
         check_model_folder(config.model.path)
     except ConfigError as error:
         hint = "a relative path counts from the folder in which the run was started"
-        raise ConfigError(f"{run / 'config.yaml'}: {error} ({hint})") from error
+        raise ConfigError(f"{file}: {error} ({hint})") from error
     return config
 
 

@@ -12,7 +12,7 @@ from minirl.config.algorithm import (
     RolloutCorrectionConfig,
 )
 from minirl.config.checks import ConfigError, require
-from minirl.config.loading import leaf_keys, load_config, to_yaml
+from minirl.config.loading import leaf_keys, load_config, run_config_file, to_yaml
 from minirl.config.model import (
     ActorConfig,
     CriticConfig,
@@ -74,5 +74,6 @@ __all__ = [
     "leaf_keys",
     "load_config",
     "require",
+    "run_config_file",
     "to_yaml",
 ]

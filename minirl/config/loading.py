@@ -38,6 +38,15 @@ def load_config(arguments: list[str]) -> Config:
     return config
 
 
+def run_config_file(run_dir: Path) -> Path:
+    """The config that a run has left in its directory; ConfigError where there is no run."""
+    file = run_dir / "config.yaml"
+    if not file.is_file():
+        words = "has no config.yaml; name a run directory (runs/<experiment>)"
+        raise ConfigError(f"{run_dir}: {words}")
+    return file
+
+
 def to_yaml(config: Config) -> str:
     """The resolved config, as it can be loaded again."""
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(asdict(config))))

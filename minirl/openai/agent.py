@@ -16,7 +16,7 @@ from minirl.openai.conversation import Conversation
 from minirl.openai.endpoint import Access
 from minirl.registry import locate
 from minirl.rewards.managers import record_score
-from minirl.tools.threads import run_in_thread
+from minirl.tools.threads import run_function
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class OpenAIAgentLoop(AgentLoopBase):
     async def _call(self, conversation: Conversation, access: Access, row: dict[str, Any]) -> Any:
         given = {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
         try:
-            return await conversation.run(_answer(self._agent, **given, row=row))
+            return await conversation.run(run_function(self._agent, **given, row=row))
         except ServerError:
             raise
         except Exception:
@@ -81,12 +81,6 @@ def load_agent(path: Any) -> Callable[..., Any]:
         words = f"it must take the keyword arguments {', '.join(GIVEN)}"
         raise ValueError(f"agent: {path!r}: {words}: {error}") from error
     return agent
-
-
-async def _answer(agent: Callable[..., Any], **given: Any) -> Any:
-    """What it returns; an async one, also in a plain decorator, hands out what is to be awaited."""
-    result = await run_in_thread(agent, **given)
-    return await result if inspect.isawaitable(result) else result
 
 
 def _is_reward(result: Any) -> bool:

@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from minirl.config import ConfigError, load_config
+from minirl.config import ConfigError, load_config, run_config_file
 from minirl.tracking import read_metrics
 
 LONGEST_CHARACTER = 4
@@ -20,10 +20,7 @@ class RunFiles:
 
     def __init__(self, run_dir: Path) -> None:
         """Raises ConfigError when there is no run in `run_dir`."""
-        if not (run_dir / "config.yaml").is_file():
-            words = "has no config.yaml; name a run directory (runs/<experiment>)"
-            raise ConfigError(f"{run_dir}: {words}")
-        self._dir = run_dir
+        self._dir, self._config_file = run_dir, run_config_file(run_dir)
 
     def overview(self) -> dict[str, Any]:
         """`name`, `steps` that have trajectories, names of all `metrics`."""
@@ -64,7 +61,7 @@ class RunFiles:
         from transformers import AutoTokenizer  # takes seconds, and the page is there before
 
         try:
-            model = load_config([str(self._dir / "config.yaml")]).model
+            model = load_config([str(self._config_file)]).model
         except ConfigError as error:
             return None, str(error)
         try:
