@@ -352,7 +352,7 @@ class Steps:
         """Nothing at all is applied when an advantage or a return is not finite."""
         if broken := credit.broken_sequences(batch):
             self._bad_sequences.update(broken)
-            trained.num_steps += 1  # else its learning rate would lag behind the steps
+            trained.skip()
             return
         metrics = await self._run.on_trainer(trained.update, batch)
         self._bad_sequences.update(trained.bad_sequences)

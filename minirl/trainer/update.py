@@ -59,7 +59,7 @@ class TrainedModel(PackedModel):
         if config.actor.offload != "none":
             self._moments = Offload(optimizer_state(self.optimizer))
         self.num_steps = 0
-        """Calls of `update`: the place in the learning-rate schedule."""
+        """Calls of `update` and `skip`: the place in the learning-rate schedule."""
         self.bad_sequences: list[int] = []
         """Of the last `update`'s batch: those with a loss or a gradient that is not finite."""
 
@@ -71,6 +71,10 @@ class TrainedModel(PackedModel):
         counted in `<section>/num_skipped_updates`.
         """
         return self._update(batch)[0]
+
+    def skip(self) -> None:
+        """A step that teaches nothing uses up its place in the schedule, too."""
+        self.num_steps += 1
 
     def _update(self, batch: MicroBatch) -> tuple[dict[str, float], Tensor]:
         """The metrics, and what `_loss` said of each trained token in the last epoch: [N]."""
