@@ -34,6 +34,7 @@ from benchmarks.async_vs_sync.settings import (
     TEMPLATE_TOKENS,
     Case,
     check_lengths,
+    check_run,
     load_settings,
     load_workload,
     make_model,
@@ -430,12 +431,10 @@ def test_everything_that_comes_with_it_can_be_run(tmp_path: Path) -> None:
     assert {p.stem for p in FOLDER.glob("workloads/*.yaml")} == {c.workload for c in loaded.cases}
 
 
-def test_no_two_cases_have_the_same_name() -> None:
-    """Pictures, bars and curves are told apart by it."""
-    for path in FOLDER.glob("*pu.yaml"):
-        loaded = load_settings(path)
-        cases = [(c.load().name, n) for c in loaded.cases + loaded.full for n in c.conversations]
-        assert len(set(cases)) == len(cases)
+@pytest.mark.parametrize("given", ["over_sample_rate=0.5", "agent.num_workers=2"])
+def test_what_the_arms_do_not_have_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match=f"^rollout.{given.split('=')[0]}: got "):
+        check_run(load_config(["model.path=none", f"rollout.{given}"]))
 
 
 def test_only_what_has_several_sizes_grows() -> None:
@@ -476,6 +475,7 @@ CASES = [{"workload": "search", "conversations": [8]}]
             {"cases": [{"workload": "search", "conversations": [8, 9], "modes": ["serial"]}]},
             "modes: got ['serial']; nothing is run with 9 conversations",
         ),
+        ({"cases": CASES, "full": CASES}, "search with 8 conversations: got 2; name it once"),
         ([], "mine.yaml: Cannot merge"),
         (3, "mine.yaml: Invalid loaded object type: int"),
         ({"cases": CASES, "seed": -1}, "seed: got -1; 0 or more"),

@@ -35,6 +35,7 @@ from benchmarks.async_vs_sync.settings import (
     Case,
     Settings,
     check_lengths,
+    check_run,
     load_settings,
     make_model,
     write_run,
@@ -51,6 +52,7 @@ async def benchmark(
 ) -> None:
     """All cases on one engine, then the training steps."""
     began, load = time.perf_counter(), os.getloadavg()
+    check_run(config)
     check_lengths(cases, settings, config)
     async with open_run(config) as run, engine_client() as client:
         assert run.inputs

@@ -1,6 +1,7 @@
 """What a benchmark's YAML says: the engine, which workloads, how often."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -116,6 +117,11 @@ def load_settings(path: Path) -> Settings:
     require(settings.seed >= 0, f"{path}: seed", settings.seed, "0 or more")
     for case in [*settings.cases, *settings.full, *([settings.steps] if settings.steps else [])]:
         _check_case(case, str(path))
+    cases = [*settings.cases, *settings.full]
+    named = Counter((case.load().name, n) for case in cases for n in case.conversations)
+    for (name, number), times in named.items():
+        words = "name it once, pictures and curves are told apart by it; for more set repetitions"
+        require(times == 1, f"{path}: {name} with {number} conversations", times, words)
     return settings
 
 
@@ -218,6 +224,14 @@ def make_model(settings: Settings, folder: Path) -> Path:
     for name in options:
         require(name in known, "model", name, f"one of {', '.join(sorted(known))}, or shape")
     return tiny_model(folder / "model", **options)
+
+
+def check_run(config: Config) -> None:
+    """ConfigError for what the arms of a comparison do not have, or have of their own."""
+    agent, rate = config.rollout.agent, config.rollout.over_sample_rate
+    require(rate == 0, "rollout.over_sample_rate", rate, "give it under `steps`, for over_sampled")
+    words = "conversations are timed in rank 0; set 0, or measure with python -m benchmarks.scaling"
+    require(agent.num_workers == 0, "rollout.agent.num_workers", agent.num_workers, words)
 
 
 def check_lengths(cases: Sequence[Case], settings: Settings, config: Config) -> None:
