@@ -5,12 +5,19 @@ import os
 from multiprocessing.context import ForkServerContext
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("chaos_checks")
 
 # Before torch is imported here or in a program that a test starts: OpenMP's threads wait by
 # spinning. Where processes share the cores that takes several times as long as the work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# No test asserts a time, nor draws other examples in CI than here.
+settings.register_profile(
+    "minirl", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+settings.load_profile("minirl")
 
 
 @pytest.fixture(scope="session")

@@ -255,7 +255,7 @@ STATES = st.lists(st.tuples(st.sampled_from([WORKING, "tools", "held", ""]), st.
 TALKS = st.lists(st.builds(lambda start, states: talk(start, *states), st.floats(-1, 5), STATES))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(TALKS, st.floats(0.1, 12))
 def test_causes_add_up_to_the_time(talks: list[Conversation], end: float) -> None:
     found = attribute(talks, 0.0, end)
@@ -414,7 +414,7 @@ def test_greedy_decodes_what_it_may() -> None:
 TURNS = st.lists(st.tuples(st.integers(1, 12), st.floats(0, 0.5)), min_size=1, max_size=4)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.builds(lambda turns: plan(*turns, observation=9), TURNS), min_size=1, max_size=4)
 )

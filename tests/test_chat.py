@@ -44,7 +44,7 @@ def test_appending_equals_rendering_the_whole(name, tools):
     chat = builder(name)
     certify(chat, tools)
 
-    @settings(max_examples=40, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=40)
     @given(system=st.none() | awkward, question=awkward, steps=steps(1 if name == "llama31" else 3))
     def grows(system, question, steps):
         start = [{"role": "system", "content": system}] if system is not None else []
@@ -395,7 +395,7 @@ class Shouting(PreTrainedTokenizerFast):
 
 
 @given(text=st.text(max_size=60))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, Shouting])
 def test_tokens_are_those_of_the_tokenizer(kind, text):
     """Also where its class has an `encode` of its own."""

@@ -15,7 +15,7 @@ from minirl.testing import ScriptedServer, byte_tokenizer, make_context
 from minirl.types import TokenOutput, Trajectory
 
 NAMES = ["hermes", "qwen25", "qwen3", "llama31", "bytes"]
-SETTINGS = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=40)
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**20), 10**20) | awkward,

@@ -257,6 +257,7 @@ async def test_a_session_for_each_trajectory_is_shared_by_its_tools(url, listing
 
 async def test_chaos(url, listings, monkeypatch):
     """Servers die and trajectories are cancelled under 50 of them; each call has its answer."""
+    limits = MultiTurnConfig(tool_timeout_s=300)
     monkeypatch.setattr(mcp_session, "MAX_STARTS", 10_000)
     chance = random.Random(0)
     kinds = {"stdio": "server", "http": "server", "http_each": "trajectory"}
@@ -268,7 +269,7 @@ async def test_chaos(url, listings, monkeypatch):
 
     async def trajectory(number):
         answers = []
-        async with ToolSession(tools, MultiTurnConfig(), TOKENIZER) as session:
+        async with ToolSession(tools, limits, TOKENIZER) as session:
             for turn in range(3):
                 said = [f"{number}/{turn}/{k}" for k in kinds]
                 calls = [
@@ -291,7 +292,7 @@ async def test_chaos(url, listings, monkeypatch):
     wrong = [(said, heard) for said, heard in answers if said != heard]
     assert all(heard.startswith("Error: ") and "ended" in heard for _, heard in wrong), wrong
     assert 0 < len(wrong) < len(answers)
-    async with ToolSession(tools, MultiTurnConfig(), TOKENIZER) as session:  # all is well again
+    async with ToolSession(tools, limits, TOKENIZER) as session:  # all is well again
         calls = [call(f"{kind}_echo", text=kind) for kind in kinds]
         assert await ask(session, *calls) == list(kinds)
     await close(tools)

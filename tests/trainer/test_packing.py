@@ -64,7 +64,7 @@ def test_mini_batches_keep_groups_together():
     assert packing.mini_batches(batch, 2) == [[0, 1, 2, 3], [4, 5]]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 100))
 def test_plan_covers_everything_within_the_budget(lengths, num_ranks, max_tokens):
     ranks = packing.plan(lengths, num_ranks, max_tokens)
@@ -96,7 +96,7 @@ def test_places_of_a_few_sequences_are_found_without_those_of_all(monkeypatch):
     assert sum(sizes) == len(expected)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=60), st.integers(1, 4))
 def test_plan_is_balanced(lengths, num_ranks):
     """Within a slot that has room, no two ranks differ by more than one sequence's cost."""
