@@ -10,9 +10,8 @@ For the same seeds all three sample the same tokens, up to floating-point noise.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine
-from contextvars import Context, copy_context
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -62,16 +61,21 @@ class OneByOne(Pace):
             conversation.close()  # if it never began
 
 
-@dataclass(eq=False)
-class Waiting:
-    """One turn at the barrier."""
+class Round:
+    """Turns that begin together and return together."""
 
-    request_id: str
-    call: Callable[[], Coroutine[Any, Any, TokenOutput]]
-    output: "asyncio.Future[TokenOutput]"
-    context: Context = field(default_factory=copy_context)
-    """Of its conversation."""
-    task: "asyncio.Task[TokenOutput] | None" = None
+    def __init__(self) -> None:
+        self.turns: Counter[str] = Counter()
+        """Those that wait or are sampled, by the id of their conversation."""
+        self.begun, self.ended = asyncio.Event(), asyncio.Event()
+
+    def leave(self, request_id: str) -> None:
+        """A turn was sampled, or cancelled."""
+        self.turns[request_id] -= 1
+        if not self.turns[request_id]:
+            del self.turns[request_id]
+        if self.begun.is_set() and not self.turns:
+            self.ended.set()
 
 
 class TurnBarrier(Pace):
@@ -80,8 +84,7 @@ class TurnBarrier(Pace):
     def __init__(self, server: Server) -> None:
         super().__init__(server)
         self._num_running = 0
-        self._round: list[Waiting] = []
-        self._rounds: set[asyncio.Task[None]] = set()
+        self._round = Round()
 
     def begin(self, num_conversations: int) -> None:
         """All of them have to come to the barrier."""
@@ -93,56 +96,39 @@ class TurnBarrier(Pace):
             return await conversation
         finally:
             self._num_running -= 1
-            self._start_if_complete()
+            self._begin_if_complete()
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any]
     ) -> TokenOutput:
         """See Server."""
-        call = partial(
+        turn = partial(
             super().generate, request_id, prompt_ids=prompt_ids, sampling_params=sampling_params
         )
         if CONVERSATION.get() == NO_CONVERSATION:
-            return await call()  # a judge's: conversations would wait for it, and it for them
+            return await turn()  # a judge's: conversations would wait for it, and it for them
         with WAITS.on("the other conversations (rollout.mode=sync)"):
-            return await self._one_of_a_round(request_id, call)
+            return await self._in_round(request_id, turn)
 
-    async def _one_of_a_round(
-        self, request_id: str, call: Callable[[], Coroutine[Any, Any, TokenOutput]]
+    async def _in_round(
+        self, request_id: str, turn: Callable[[], Coroutine[Any, Any, TokenOutput]]
     ) -> TokenOutput:
-        turn = Waiting(request_id, call, asyncio.get_running_loop().create_future())
-        self._round.append(turn)
-        self._start_if_complete()
+        this = self._round
+        this.turns[request_id] += 1
+        # Soon: the last one waits as the others do, and they begin in the order in which they came.
+        asyncio.get_running_loop().call_soon(self._begin_if_complete)
         try:
-            return await turn.output
-        except asyncio.CancelledError:
-            if turn.task:
-                turn.task.cancel()
-            elif turn in self._round:
-                self._round.remove(turn)
-            raise
+            await this.begun.wait()
+            output = await turn()
+        finally:
+            this.leave(request_id)
+        await this.ended.wait()
+        return output
 
-    def _start_if_complete(self) -> None:
-        if not self._round or len(self._round) < self._num_running:
-            return  # surely not all: to look whose turns they are, each time, would take long
-        if len({turn.request_id for turn in self._round}) >= self._num_running:
-            turns, self._round = self._round, []
-            for turn in turns:  # at once: what left the round has a task to cancel
-                turn.task = asyncio.create_task(turn.call(), context=turn.context)
-            task = asyncio.create_task(self._hand_out(turns))
-            self._rounds.add(task)
-            task.add_done_callback(self._rounds.discard)
-
-    async def _hand_out(self, turns: list[Waiting]) -> None:
-        tasks = [turn.task for turn in turns if turn.task]
-        await asyncio.wait(tasks)
-        for turn, task in zip(turns, tasks, strict=True):
-            if turn.output.done():  # its conversation was cancelled
-                continue
-            if error := task.exception():
-                turn.output.set_exception(error)
-            else:
-                turn.output.set_result(task.result())
+    def _begin_if_complete(self) -> None:
+        if len(self._round.turns) >= self._num_running:
+            self._round.begun.set()
+            self._round = Round()
 
 
 MODES: Registry[type[Pace]] = Registry("rollout mode")
