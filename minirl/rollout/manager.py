@@ -81,23 +81,26 @@ class AgentLoopManager:
                 results[i] = known
                 races[i].count(known)
         missing = [i for i, race in enumerate(races) if i not in results and not race.is_over]
+
+        async def run(i: int) -> None:
+            results[i] = await self._run(requests[i], races[i], journal)
+
         await self._workers.begin(len(missing))
         started = time.perf_counter()
         async with loop_lag() as lag, asyncio.TaskGroup() as tasks:
-            running: dict[int, asyncio.Task[list[Trajectory]]] = {}
+            running = []
             for i in missing:
-                running[i] = tasks.create_task(self._run(requests[i], races[i], journal))
+                running.append(tasks.create_task(run(i)))
                 if len(running) % BEGIN_TOGETHER == 0:
                     await asyncio.sleep(0)  # their requests go out while the next are prepared
             if in_tail:
-                await _quarter_left(running.values())
-                await in_tail(_ended(results, running))
+                await _quarter_left(running)
+                await in_tail(_in_order(results))
         seconds = time.perf_counter() - started
-        trajectories = _ended(results, running)
+        trajectories = _in_order(results)
         busy = [(await server.stats()).busy_s for server in self._servers]
         self.metrics = _rollout_metrics(await self._workers.end(), seconds, max(lag))
-        num_ended = len(results) + sum(not task.cancelled() for task in running.values())
-        self.metrics["rollout/num_aborted"] = len(requests) - num_ended
+        self.metrics["rollout/num_aborted"] = len(requests) - len(results)
         self.metrics["rollout/engine_busy_fraction"] = (sum(busy) - sum(busy_before)) / (
             seconds * len(busy)
         )
@@ -173,26 +176,14 @@ class AgentLoopManager:
 
 async def _quarter_left(running: Collection[asyncio.Task[Any]]) -> None:
     """Wait until no more of them run."""
-    ended, num_missing = asyncio.Event(), len(running) - len(running) // 4
-
-    def note(task: asyncio.Task[Any]) -> None:
-        nonlocal num_missing
-        num_missing -= 1
-        if num_missing == 0:
-            ended.set()
-
+    ended = asyncio.Semaphore(0)
     for task in running:
-        task.add_done_callback(note)
-    if running:
-        await ended.wait()
+        task.add_done_callback(lambda _: ended.release())
+    for _ in range(len(running) - len(running) // 4):
+        await ended.acquire()
 
 
-def _ended(
-    known: Mapping[int, list[Trajectory]], running: Mapping[int, asyncio.Task[list[Trajectory]]]
-) -> list[Trajectory]:
-    """In the order of their requests; of tasks, those that have not been cancelled."""
-    done = {i: t.result() for i, t in running.items() if t.done() and not t.cancelled()}
-    results = {**known, **done}
+def _in_order(results: Mapping[int, list[Trajectory]]) -> list[Trajectory]:
     return [trajectory for i in sorted(results) for trajectory in results[i]]
 
 
