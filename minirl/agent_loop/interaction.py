@@ -55,14 +55,14 @@ class User:
     ) -> None:
         self._interaction, self._instance_id, self._kwargs = interaction, instance_id, kwargs
 
-    async def answer(self, trajectory: Trajectory, messages: Messages) -> Messages:
+    async def answer(self, trajectory: Trajectory) -> Messages:
         """What the user says to the last turn, as messages to append: none when it is over."""
         if self._interaction is None:
             return []
         start = time.perf_counter()
         with WAITS.on("the simulated user"):
             text, done, reward = await self._interaction.generate_response(
-                self._instance_id, messages, **self._kwargs
+                self._instance_id, list(trajectory.messages), **self._kwargs
             )
         if not math.isfinite(reward):  # it would reach every advantage of the step
             raise ValueError(f"generate_response() returned the reward {reward}")

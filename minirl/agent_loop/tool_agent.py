@@ -16,23 +16,20 @@ class ToolAgentLoop(AgentLoopBase):
             simulated_user(self.context.interactions, row) as user,
             self.tool_session(row) as tools,
         ):
-            messages = list(row["raw_prompt"])
-            trajectory = await self.start(messages, tools.schemas)
+            trajectory = await self.start(row["raw_prompt"], tools.schemas)
             while trajectory.termination is None:
                 text = await self.generate(trajectory, sampling_params)
-                messages.append({"role": "assistant", "content": text})
                 calls = self.parse_tool_calls(text) if trajectory.termination is None else []
                 reason = self.reason_to_stop(trajectory, text, calls)
                 answers = []
                 if reason is None:
                     answers = await tools.call(trajectory, calls)
                 elif reason == "stop" and not self._is_final(text):
-                    answers = await user.answer(trajectory, messages)
+                    answers = await user.answer(trajectory)
                     reason = self.limit_reached(trajectory) if answers else reason
                 if reason is not None:
                     self.finish(trajectory, reason)
                 else:
-                    messages += answers
                     await self.append_observation(trajectory, answers, tools.schemas)
             await tools.calc_rewards(trajectory)
         return trajectory
