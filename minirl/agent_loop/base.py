@@ -1,6 +1,5 @@
 """What an agent loop is made of: an engine (no more than an async `generate`), a chat, tools."""
 
-import asyncio
 import hashlib
 import json
 import re
@@ -12,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from minirl.agent_loop.tool_parser import TOOL_PARSERS, ToolParser
 from minirl.config import Config, ConfigError
@@ -20,6 +19,7 @@ from minirl.entries import load_entries
 from minirl.registry import Registry, locate, nearest, option_names, require_methods
 from minirl.tools.base import BaseTool, ToolCall
 from minirl.tools.session import ToolSession
+from minirl.tools.threads import off_loop
 from minirl.tools.truncate import split_kept
 from minirl.types import Termination, TokenOutput, Trajectory
 
@@ -31,10 +31,6 @@ AgentLoopOutput = Trajectory
 """What an agent loop returns."""
 
 Messages = list[dict[str, Any]]
-T = TypeVar("T")
-
-LONG_TEXT = 16_384
-"""Characters (tokens, to decode) from which on a thread does it: it takes some milliseconds."""
 
 
 class ServerError(Exception):
@@ -321,13 +317,6 @@ def _agent_loop(entry: dict[str, Any]) -> Iterator[tuple[str, AgentLoopFactory]]
         raise ValueError(f"{key}: {target} has no such option{nearest(str(key), known)}")
     found.check_options(**options)
     yield name, partial(found, **options)
-
-
-async def off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
-    """Tokenize short texts here, where a thread would cost more, and long ones in a thread."""
-    if size < LONG_TEXT:
-        return function(*args)
-    return await asyncio.to_thread(function, *args)
 
 
 def is_reached(count: int, limit: int | None) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from minirl.agent_loop.base import AgentLoopContext, derive_seed, off_loop
+from minirl.agent_loop.base import AgentLoopContext, derive_seed
 from minirl.chat import ChatTemplateError
 from minirl.openai.answers import (
     Choice,
@@ -18,6 +18,7 @@ from minirl.openai.answers import (
     token_logprobs,
 )
 from minirl.openai.protocol import ApiError, Call, CalledFunction, ChatRequest, Message
+from minirl.tools.threads import off_loop
 from minirl.types import TokenOutput
 
 

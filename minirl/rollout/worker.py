@@ -16,13 +16,13 @@ from minirl.agent_loop import (
     record_failure,
     run_agent_loop,
 )
-from minirl.agent_loop.base import off_loop
 from minirl.config import RolloutConfig
 from minirl.openai.endpoint import POLICY
 from minirl.rewards import RewardManager
 from minirl.rollout.client import AsyncLLMServerManager, RoutingStats
 from minirl.rollout.modes import Pace
 from minirl.tools.session import cancelled_from_outside, is_failure
+from minirl.tools.threads import off_loop
 from minirl.types import RewardRecord, Trajectory
 from minirl.waits import CONVERSATION, WAITS
 

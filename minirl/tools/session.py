@@ -16,6 +16,7 @@ import msgspec
 
 from minirl.config import MultiTurnConfig
 from minirl.tools.base import BaseTool, ToolCall, ToolError, ToolResponse
+from minirl.tools.threads import off_loop
 from minirl.tools.truncate import truncate_text
 from minirl.types import RewardRecord, ToolCallRecord, Trajectory
 from minirl.waits import WAITS
@@ -26,8 +27,6 @@ BLOCKING_S = 0.5
 """A tool that keeps the event loop for longer than this is named in a warning."""
 RELEASE_TIMEOUT_S = 10.0
 """Seconds that a release may take; the end of a run waits for it."""
-LONG_TEXT = 16_384
-"""Characters from which on a text is tokenized in a thread: some milliseconds."""
 
 Status = Literal["ok", "unknown_tool", "malformed", "bad_arguments", "error", "timeout", "not_run"]
 
@@ -132,20 +131,12 @@ class ToolSession:
         return per_turn, f"one turn may make {per_turn} tool calls"
 
     async def _answer(self, call: ToolCall, refusal: str | None) -> _Answer:
-        start = time.perf_counter()
+        limits, start = self._limits, time.perf_counter()
         answer = await self._run(call, refusal)
-        text = answer.text.encode("utf-8", "replace").decode()  # no lone surrogates
-        arguments = (
-            self._tokenizer,
-            text,
-            self._limits.max_tool_response_length,
-            self._limits.tool_response_truncate_side,
-        )
         seconds = time.perf_counter() - start
-        if len(text) < LONG_TEXT:
-            text = truncate_text(*arguments)
-        else:
-            text = await asyncio.to_thread(truncate_text, *arguments)
+        text = answer.text.encode("utf-8", "replace").decode()  # no lone surrogates
+        length, side = limits.max_tool_response_length, limits.tool_response_truncate_side
+        text = await off_loop(len(text), truncate_text, self._tokenizer, text, length, side)
         return msgspec.structs.replace(answer, text=text, seconds=seconds, start=start)
 
     async def _run(self, call: ToolCall, refusal: str | None) -> _Answer:

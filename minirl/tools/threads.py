@@ -1,4 +1,4 @@
-"""Blocking functions of users, off the event loop."""
+"""Blocking functions off the event loop: those of users, and the tokenizer on long texts."""
 
 import asyncio
 import contextvars
@@ -12,11 +12,21 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+LONG_TEXT = 16_384
+"""Characters (tokens, to decode) from which on a thread does it: it takes some milliseconds."""
+
 T = TypeVar("T")
 Calls = SimpleQueue["Callable[[Calls], None]"]
 _idle: deque[Calls] = deque()
 """Of the threads that wait for a call; the last one that was busy is used first."""
 os.register_at_fork(after_in_child=_idle.clear)  # a child has none of its parent's threads
+
+
+async def off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
+    """Tokenize short texts here, where a thread would cost more, and long ones in a thread."""
+    if size < LONG_TEXT:
+        return function(*args)
+    return await asyncio.to_thread(function, *args)
 
 
 async def run_function(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from minirl.agent_loop import (
 )
 from minirl.config import ConfigError
 from minirl.testing import ScriptedServer, make_context
-from minirl.tools import BaseTool, ToolResponse, function_tool, session
+from minirl.tools import BaseTool, ToolResponse, function_tool, threads
 from minirl.tools.calculator import CalculatorTool
 from minirl.types import TokenOutput
 
@@ -269,8 +269,7 @@ async def test_long_texts_are_the_same_off_the_event_loop(monkeypatch):
 
     replies = [call("essay"), "#### 4"]
     inline, _ = await run_script(replies, [essay])
-    for module in (base, session):
-        monkeypatch.setattr(module, "LONG_TEXT", 1)
+    monkeypatch.setattr(threads, "LONG_TEXT", 1)
     threaded, server = await run_script(replies, [essay])
     assert threaded.token_ids == inline.token_ids
     check_invariants(threaded, server)
