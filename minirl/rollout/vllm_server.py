@@ -52,7 +52,6 @@ class VLLMServer(AsyncServerBase):
     def __init__(self, config: Config, **placement: Any) -> None:
         super().__init__(config, **placement)
         self._asleep = False
-        self._version = 0
         self._stats = ServerStats()
 
     async def __aenter__(self) -> Self:
@@ -221,7 +220,7 @@ class VLLMServer(AsyncServerBase):
             finish_reason=output.finish_reason or "abort",
             num_cached_tokens=final.num_cached_tokens or 0,
             num_preempted=getattr(final.metrics, "num_preemptions", 0),  # not in vLLM 0.25
-            weight_version=self._version,
+            weight_version=self._stats.weight_version,
         )
 
     async def abort(self, request_id: str) -> None:
@@ -261,7 +260,7 @@ class VLLMServer(AsyncServerBase):
         """See AsyncServerBase."""
         await self._engine.finish_weight_update()
         await self._engine.reset_prefix_cache()
-        self._version = self._stats.weight_version = version
+        self._stats.weight_version = version
 
     async def stats(self) -> ServerStats:
         """See AsyncServerBase."""
