@@ -24,6 +24,9 @@ Termination = Literal[
     "error",
 ]
 
+CallStatus = Literal[
+    "ok", "unknown_tool", "malformed", "bad_arguments", "error", "timeout", "not_run"
+]
 
 GREEDY = -1
 """`sample_index` of the greedy rollout that `remax` compares with; it does not train."""
@@ -81,9 +84,7 @@ class ToolCallRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """As the model wrote them."""
     result: str
     """As the model was told, after cutting."""
-    status: Literal[
-        "ok", "unknown_tool", "malformed", "bad_arguments", "error", "timeout", "not_run"
-    ]
+    status: CallStatus
     reward: float = 0.0
     seconds: float = 0.0
     start: float | None = None

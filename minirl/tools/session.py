@@ -10,7 +10,7 @@ import uuid
 import weakref
 from collections.abc import Coroutine, Generator, Mapping
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -18,7 +18,7 @@ from minirl.config import MultiTurnConfig
 from minirl.tools.base import BaseTool, ToolCall, ToolError, ToolResponse
 from minirl.tools.threads import off_loop
 from minirl.tools.truncate import truncate_text
-from minirl.types import RewardRecord, ToolCallRecord, Trajectory
+from minirl.types import CallStatus, RewardRecord, ToolCallRecord, Trajectory
 from minirl.waits import WAITS
 
 logger = logging.getLogger(__name__)
@@ -28,11 +28,9 @@ BLOCKING_S = 0.5
 RELEASE_TIMEOUT_S = 10.0
 """Seconds that a release may take; the end of a run waits for it."""
 
-Status = Literal["ok", "unknown_tool", "malformed", "bad_arguments", "error", "timeout", "not_run"]
-
 
 class _Answer(msgspec.Struct, frozen=True, kw_only=True):
-    status: Status
+    status: CallStatus
     text: str
     reward: float = 0.0
     metrics: dict[str, float] = {}
