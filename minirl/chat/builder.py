@@ -108,8 +108,7 @@ class ChatBuilder:
         """
         if not messages or any(m["role"] == "assistant" for m in messages):
             raise ChatTemplateError(f"observation: got {messages!r}; give tool or user messages")
-        needed = tools if self._reads_tools_behind_turn(messages, tools) else None
-        pickled = pickle.dumps((messages, needed))
+        pickled = pickle.dumps((messages, self._needed(messages, tools)))
         if len(pickled) > LONGEST_KEPT:
             return self._pickled_observation(pickled)
         return list(self._observation(pickled))
@@ -166,24 +165,25 @@ class ChatBuilder:
 
     def knows_tool_role(self, tools: Tools = None) -> bool:
         """Whether the template accepts a tool call followed by its result."""
-        observation = [tool_message(0)]
+        return self._takes([tool_message(0)], tools)
+
+    def _takes(self, results: Messages, tools: Tools) -> bool:
         try:
-            self.render([user_message("u"), dummy_turn(observation), *observation], tools)
+            self.render([user_message("u"), dummy_turn(results), *results], tools)
         except ChatTemplateError:
             return False
         return True
 
     def observation_text(self, messages: Messages, tools: Tools) -> str:
-        needed = tools if self._reads_tools_behind_turn(messages, tools) else None
-        return self._render_behind_turn(messages, needed)[1]
+        return self._render_behind_turn(messages, self._needed(messages, tools))[1]
 
-    def _reads_tools_behind_turn(self, messages: Messages, tools: Tools) -> bool:
-        """Whether the template writes an observation otherwise without the schemas, which are much
+    def _needed(self, messages: Messages, tools: Tools) -> Tools:
+        """None where the template writes an observation alike without the schemas, which are much
         of the work to render. Mistral's has them before the last user message."""
         roles = frozenset(m["role"] for m in messages)
         if tools is not None and roles not in self._reads_tools:
             self._reads_tools[roles] = self._find_whether_tools_matter(roles, tools)
-        return tools is not None and self._reads_tools[roles]
+        return tools if tools is not None and self._reads_tools[roles] else None
 
     def _find_whether_tools_matter(self, roles: Iterable[str], tools: Tools) -> bool:
         probe = [{**tool_message(0), "role": role} for role in sorted(roles)]
@@ -277,12 +277,8 @@ class ChatBuilder:
         """
         key = tools is not None
         if key not in self._single_call:
-            observation = [tool_message(0), tool_message(1)]
-            try:
-                self.render([user_message("u"), dummy_turn(observation), *observation], tools)
-                self._single_call[key] = False
-            except ChatTemplateError:
-                self._single_call[key] = self.knows_tool_role(tools)
+            takes_two = self._takes([tool_message(0), tool_message(1)], tools)
+            self._single_call[key] = not takes_two and self.knows_tool_role(tools)
         return self._single_call[key]
 
 

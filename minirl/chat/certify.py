@@ -90,14 +90,16 @@ def quirks(chat: ChatBuilder, tools: Tools) -> list[str]:
         found.append("the prompt holds today's date: a run repeated tomorrow reads other prompts")
     if chat.render([user_message(f" {MARK} ")], generation=False).count(f" {MARK} ") == 0:
         found.append("it trims the content of messages")
-    turn = chat.render([user_message(MARK), *_turns("answer")], generation=True)
+    answer = {"role": "assistant", "content": "answer"}
+    turn = chat.render([user_message(MARK), answer, user_message("next")])
     opening, written = prompt[len(bare) :], turn[len(bare) : turn.index("answer")]
     if prompt.startswith(bare) and opening != written:
         found.append(
             f"it opens the model's turn with {opening!r}, but writes {written!r} in a history; the "
             "tokens that the model read stay"
         )
-    if turn.startswith(prompt) and not _is_prefix(chat.encode(prompt), chat.encode(turn)):
+    ids = chat.encode(prompt)
+    if turn.startswith(prompt) and chat.encode(turn)[: len(ids)] != ids:
         found.append(
             f"rendered whole, the end of {opening!r} would merge with the turn behind it; the "
             "tokens that the model read stay"
@@ -124,14 +126,6 @@ def _tool_quirks(chat: ChatBuilder, tools: Tools) -> list[str]:
     if end.last != end.inner:
         found.append(f"a turn ends with {end.last!r}, in a history with {end.inner!r}")
     return found
-
-
-def _is_prefix(start: list[int], ids: list[int]) -> bool:
-    return ids[: len(start)] == start
-
-
-def _turns(content: str) -> Messages:
-    return [{"role": "assistant", "content": content}, user_message("next")]
 
 
 def _reasoning_messages() -> dict[str, dict[str, Any]]:
