@@ -63,10 +63,8 @@ def supervise(spec: Spec) -> None:
             # without a user namespace the kernel counts all that the user runs
             most = spec["limits"]["RLIMIT_NPROC"][0] + count_tasks(os.geteuid())
             spec["limits"]["RLIMIT_NPROC"] = (most, most)
-        check(
-            libc.prctl(PR_SET_CHILD_SUBREAPER, 1), "prctl"
-        )  # who loses its parent becomes our child
-        check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM), "prctl")
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # who loses its parent becomes our child
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() == spec["parent"]:  # else it died before that line
             os.waitpid(fork(start, spec), 0)
     finally:
@@ -84,7 +82,7 @@ def fork(function: Callable[[Spec], None], spec: Spec) -> int:
     if pid == 0:
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL), "prctl")
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             function(spec)
         except BaseException as error:  # told in one line, and never into the code of the parent
             os.write(2, f"{type(error).__name__}: {error}".encode())
@@ -158,13 +156,10 @@ def enter_namespaces(spec: Spec) -> Callable[[Spec], None]:
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
-            check(
-                libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL), "prctl"
-            )  # a change of user clears it
-            check(libc.prctl(PR_SET_DUMPABLE, 1), "prctl")  # else /proc/self belongs to root
-            check(
-                libc.unshare(CLONE_NEWUSER), "new user namespace"
-            )  # processes are counted per user namespace
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user clears it
+            prctl(PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root
+            # processes are counted per user namespace
+            check(libc.unshare(CLONE_NEWUSER), "new user namespace")
             map_ids(proc, NOBODY, NOBODY)
         try:  # a namespace of its own would give the program capabilities in it
             write(proc, "sys/user/max_user_namespaces", "0")
@@ -255,7 +250,7 @@ def init(spec: Spec) -> NoReturn:
 
 def exec_program(spec: Spec) -> NoReturn:
     os.setsid()
-    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for name, limit in spec["limits"].items():
         resource.setrlimit(getattr(resource, name), limit)
@@ -263,6 +258,10 @@ def exec_program(spec: Spec) -> NoReturn:
     environment = {**spec["environment"], "HOME": directory, "TMPDIR": directory}
     os.dup2(1, 2)
     os.execve(spec["command"][0], spec["command"], environment)
+
+
+def prctl(option: int, value: int) -> None:
+    check(libc.prctl(option, value, 0, 0, 0), "prctl")
 
 
 def check(result: int, what: str) -> int:
