@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from os.path import realpath
 from pathlib import Path
 from traceback import extract_tb
@@ -81,14 +81,12 @@ def _by_data_source(options: Mapping[str, Any]) -> RewardFunction:
     for key in options.keys() - known:
         raise ConfigError(f"reward.reward_kwargs.{key}: no such option{nearest(key, known)}")
 
-    scorers: dict[str, Callable[..., Score]] = {}
+    scorer = cache(lambda data_source: SCORERS.build(data_source, options))
 
     async def score(
         data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
     ) -> Score:
-        if data_source not in scorers:
-            scorers[data_source] = SCORERS.build(data_source, options)
-        return scorers[data_source](data_source, solution_str, ground_truth, extra_info)
+        return scorer(data_source)(data_source, solution_str, ground_truth, extra_info)
 
     return score
 
