@@ -1,4 +1,4 @@
-"""Numbers of a step; each is added with the way it is reduced over micro-batches and ranks."""
+"""Numbers of a step; each is added with the way in which its values become one."""
 
 import math
 import operator
@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, SupportsFloat, get_args, get_type_hints
+from typing import Literal, SupportsFloat, get_args, get_type_hints
 
 from minirl.types import Termination, ToolCallRecord, Trajectory, conversations
 
@@ -14,7 +14,7 @@ Reduce = Literal["mean", "sum", "min", "max", "last"]
 STATISTICS: tuple[Reduce, ...] = ("mean", "max", "min")
 
 COMBINE: dict[str, Callable[[float, float], float]] = {
-    "mean": operator.add,  # of value * weight; result() divides by the sum of the weights
+    "mean": operator.add,  # result() divides by their number
     "sum": operator.add,
     # Python's own min and max drop a nan, or keep it, by its position.
     "min": lambda old, new: math.nan if math.isnan(old + new) else min(old, new),
@@ -27,48 +27,26 @@ class Metrics:
     """Running values by name; a name has one reduction for good.
 
     >>> metrics = Metrics()
-    >>> metrics.add("actor/entropy", 0.5, reduce="mean", weight=300)  # micro-batch of 300 tokens
-    >>> metrics.add("actor/entropy", 0.1, reduce="mean", weight=100)
+    >>> metrics.add("num_turns/mean", 3, reduce="mean")
+    >>> metrics.add("num_turns/mean", 4, reduce="mean")
     >>> metrics.result()
-    {'actor/entropy': 0.4}
-
-    Over ranks: exchange `state()` (plain lists, for msgpack, JSON or all_gather_object), then
-    `Metrics.from_states(states).result()`, which is the same on every rank.
+    {'num_turns/mean': 3.5}
     """
 
     def __init__(self) -> None:
-        self._entries: dict[str, tuple[Reduce, float, float]] = {}  # (reduce, value, weight)
+        self._entries: dict[str, tuple[Reduce, float, int]] = {}  # (reduce, value, how many)
 
-    def add(
-        self, name: str, value: SupportsFloat, *, reduce: Reduce, weight: SupportsFloat = 1.0
-    ) -> None:
-        """Take in one value.
-
-        `weight` is for means: the tokens or sequences behind `value`. A value of weight 0 declares
-        the metric and adds nothing, even when it is nan (a rank with nothing to train). Raises
-        ValueError for an unknown reduction, and for one that differs from the name's earlier one.
-        """
-        number, weight = float(value), float(weight)
+    def add(self, name: str, value: SupportsFloat, *, reduce: Reduce) -> None:
+        """Take in one value. Raises ValueError for an unknown reduction, and for one that differs
+        from the name's earlier one."""
         if reduce not in COMBINE:
             raise ValueError(f"metric {name!r}: reduce={reduce!r}; use one of {', '.join(COMBINE)}")
-        if reduce != "mean" and weight != 1:
-            raise ValueError(f"metric {name!r}: weight={weight:g} has no meaning for {reduce!r}")
-        if weight < 0:
-            raise ValueError(f"metric {name!r}: weight={weight:g}; a count is 0 or more")
-        if reduce == "mean":
-            number = number * weight if weight else 0.0
-        self._combine(name, reduce, number, weight)
+        self._combine(name, reduce, float(value), 1)
 
-    def update(
-        self,
-        values: Mapping[str, SupportsFloat],
-        *,
-        reduce: Reduce,
-        weight: SupportsFloat = 1.0,
-    ) -> None:
+    def update(self, values: Mapping[str, SupportsFloat], *, reduce: Reduce) -> None:
         """`add` each of `values`."""
         for name, value in values.items():
-            self.add(name, value, reduce=reduce, weight=weight)
+            self.add(name, value, reduce=reduce)
 
     def add_stats(self, name: str, values: Iterable[SupportsFloat]) -> None:
         """Add `name/mean`, `name/max` and `name/min` of `values`, each counting the same."""
@@ -77,53 +55,33 @@ class Metrics:
                 self.add(f"{name}/{statistic}", value, reduce=statistic)
 
     def merge(self, other: "Metrics") -> None:
-        """Take in what another micro-batch or rank collected; for `last`, `other` is the later."""
-        for name, (reduce, value, weight) in other._entries.items():
-            self._combine(name, reduce, value, weight)
-
-    def state(self) -> dict[str, list[Any]]:
-        """`{name: [reduction, value, weight]}`; the value of a mean is the weighted sum."""
-        return {name: list(entry) for name, entry in self._entries.items()}
-
-    @classmethod
-    def from_states(cls, states: Iterable[Mapping[str, Sequence[Any]]]) -> "Metrics":
-        """What `state()` returned on each rank, merged in the order given."""
-        merged = cls()
-        for state in states:
-            for name, (reduce, value, weight) in state.items():
-                merged._combine(name, reduce, value, weight)
-        return merged
+        """Take in what `other` has collected; for `last` it is the later."""
+        for name, (reduce, value, number) in other._entries.items():
+            self._combine(name, reduce, value, number)
 
     def result(self) -> dict[str, float]:
-        """The reduced values; a mean whose weights sum to 0 does not exist and is left out."""
+        """The reduced values."""
         return {
-            name: value / weight if reduce == "mean" else value
-            for name, (reduce, value, weight) in self._entries.items()
-            if weight
+            name: value / number if reduce == "mean" else value
+            for name, (reduce, value, number) in self._entries.items()
         }
 
-    def _combine(self, name: str, reduce: Reduce, value: float, weight: float) -> None:
-        known, old, old_weight = self._entries.get(name, (reduce, None, 0.0))
+    def _combine(self, name: str, reduce: Reduce, value: float, number: int) -> None:
+        known, old, old_number = self._entries.get(name, (reduce, None, 0))
         if known != reduce:
             raise ValueError(f"metric {name!r} is reduced by {known!r} and now by {reduce!r}")
         combined = value if old is None else COMBINE[reduce](old, value)
-        self._entries[name] = (reduce, combined, old_weight + weight)
+        self._entries[name] = (reduce, combined, old_number + number)
 
 
 @contextmanager
 def timer(metrics: Metrics, name: str) -> Iterator[None]:
-    """Add the seconds spent inside as `timing_s/<name>`.
-
-    Entered again with the same `metrics`, the seconds add up; over ranks the slowest counts,
-    because the others wait for it.
-    """
-    key = f"timing_s/{name}"
+    """Add the seconds spent inside as `timing_s/<name>`; entered again, they add up."""
     start = time.perf_counter()
     try:
         yield
     finally:
-        earlier = metrics.result().get(key, 0.0)
-        metrics.add(key, earlier + time.perf_counter() - start, reduce="max")
+        metrics.add(f"timing_s/{name}", time.perf_counter() - start, reduce="sum")
 
 
 def trajectory_metrics(
