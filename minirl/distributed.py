@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import psutil
 import torch
@@ -27,6 +27,7 @@ from minirl.waits import INNERMOST, WAITS
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Tells machines apart, and not what runs on one of them."""
 
@@ -112,12 +113,11 @@ class Dist:
         return total.tolist()
 
     @collective
-    def gather_floats(self, values: list[float]) -> list[list[float]]:
-        """Every rank's values, by rank; every rank passes the same number of values."""
-        mine = torch.tensor(values, dtype=torch.float64)
-        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(parts, mine)
-        return [part.tolist() for part in parts]
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
     @collective
     def sum_tensor(self, tensor: Tensor) -> Tensor:
@@ -125,22 +125,9 @@ class Dist:
         dist.all_reduce(tensor)
         return tensor
 
-    def broadcast_text(self, text: str) -> str:
-        """Rank 0's text on every rank."""
-        return self.gather_bytes(text.encode())[0].decode()
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank."""
-        sizes = [int(size) for (size,) in self.gather_floats([len(data)])]
-        mine = torch.zeros(max(sizes), dtype=torch.uint8)
-        mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(parts, mine)
-        return [bytes(part[:size].tolist()) for part, size in zip(parts, sizes, strict=True)]
-
     def share_path(self, path: str) -> str:
         """Rank 0's path on every rank, after `require_one_machine`."""
-        path = self.broadcast_text(path)
+        path = self.gather(path)[0]
         self.require_one_machine(Path(path))
         return path
 
@@ -149,14 +136,14 @@ class Dist:
 
         Nodes (torchrun --nnodes) may be containers or network namespaces of one machine.
         """
-        machines = self.gather_bytes(BOOT_ID.read_bytes())
-        sees = self.gather_floats([folder.exists()])
+        machines = self.gather(BOOT_ID.read_text())
+        sees = self.gather(folder.exists())
         if away := [rank for rank, machine in enumerate(machines) if machine != machines[0]]:
             raise ConfigError(
                 f"torchrun --nnodes: ranks {away} run on another machine than rank 0; an engine "
                 "shares memory with the trainer, so start all ranks on one machine"
             )
-        if blind := [rank for rank, (seen,) in enumerate(sees) if not seen]:
+        if blind := [rank for rank, seen in enumerate(sees) if not seen]:
             raise ConfigError(
                 f"torchrun --nnodes: ranks {blind} cannot see rank 0's {folder}; give all nodes "
                 "the same folder for temporary files (TMPDIR)"

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Protocol
 
-import msgspec
 from torch import Tensor
 
 from minirl.config import Config
@@ -149,11 +148,9 @@ class WeightSync:
         buffer = self._buffer = WeightBuffer(num_bytes, self._world.device)
         init_info: dict[str, Any] = {"num_bytes": num_bytes, "path": buffer.path}
         if buffer.bytes.is_cuda:
-            mine = msgspec.msgpack.encode(cuda_handle(buffer.bytes))
-            handles = await self._on_trainer(self._world.gather_bytes, mine)
+            handles = await self._on_trainer(self._world.gather, cuda_handle(buffer.bytes))
             first, size = self._world.leader, self._world.tensor_parallel_size
-            group = handles[first : first + size]
-            init_info["ipc_handles"] = [msgspec.msgpack.decode(handle) for handle in group]
+            init_info["ipc_handles"] = handles[first : first + size]
         if self._server:
             async with self._engine("to map the buffer of its weights"):
                 await self._server.init_weight_transfer(init_info)

@@ -303,7 +303,7 @@ def _verify(path: Path, world: Dist | None) -> None:
         folder.check_files(path, folder.read_sums(path)[rank::size])
     except ValueError as error:
         problem = str(error)
-    problems = [p.decode() for p in world.gather_bytes(problem.encode())] if world else [problem]
+    problems = world.gather(problem) if world else [problem]
     for problem in filter(None, problems):
         raise folder.damaged(path, problem)
 
