@@ -74,8 +74,8 @@ class BaseTool(ABC):
     @abstractmethod
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, float]]:
-        """Answer one call: (what the model is told, reward of this call, metrics).
+    ) -> tuple[ToolResponse, float | None, dict[str, float] | None]:
+        """Answer one call: (what the model is told, reward of this call, metrics); None for none.
 
         `parameters` fit the schema. An exception becomes the answer; the conversation goes on.
         """

@@ -242,6 +242,7 @@ def _ok(answer: Any) -> _Answer:
             pass
         case _:
             raise TypeError(f"execute() returned {answer!r}, not (ToolResponse, reward, metrics)")
+    reward = 0.0 if reward is None else reward
     if not math.isfinite(reward):
         raise ValueError(f"execute() returned the reward {reward}")
     numbers = {key: float(value) for key, value in (metrics or {}).items()}

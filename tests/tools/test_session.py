@@ -177,6 +177,18 @@ async def test_what_is_no_answer_counts_as_an_exception(answer, told, caplog):
     assert warning.exc_info is not None
 
 
+async def test_a_tool_may_have_neither_reward_nor_metrics():
+    class Plain(Recorder):
+        async def execute(self, instance_id, parameters, **kwargs):
+            return ToolResponse("ok"), None, None
+
+    trajectory = one_turn()
+    async with ToolSession({"recorder": Plain()}, MultiTurnConfig(), TOKENIZER) as tools:
+        (message,) = await tools.call(trajectory, [call(1)])
+    assert (message["content"], trajectory.tool_calls[0].status) == ("ok", "ok")
+    assert trajectory.turn_rewards == [0.0]
+
+
 async def test_a_tool_that_blocks_the_event_loop_is_named(monkeypatch, caplog):
     monkeypatch.setattr(session, "BLOCKING_S", 0.02)
 
