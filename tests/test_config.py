@@ -92,6 +92,21 @@ def test_an_unknown_key_is_told_the_nearest(override: str, message: str) -> None
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref: no such key; verl's actor_rollout_r"),
+        ("data.max_response_length=512", "max_response_length: write rollout.response_length ["),
+        ("actor.ppo_micro_batch_size_per_gpu=4", "write max_tokens_per_micro_batch, in tokens"),
+        ("custom_reward_function.path=r.py", "write reward.custom_reward_function"),
+        ("algorithm.filter_groups.enable=true", "verl's enable: leave it out, a section is off"),
+        ("trainer.n_gpus_per_node=8", "verl's n_gpus_per_node: give torchrun --nproc-per-node"),
+    ],
+)
+def test_a_key_of_verls_is_told_what_to_write(override: str, message: str) -> None:
+    assert message in problem(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
         ("rollout.n=abc", "rollout.n: got 'abc'; must be a whole number"),
         ("rollout.n=1.5", "rollout.n: got 1.5; must be a whole number"),
         ("rollout.n=true", "rollout.n: got True; must be a whole number"),

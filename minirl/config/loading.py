@@ -114,8 +114,31 @@ def _check_section(content: Any, section: type, prefix: str, place: str) -> None
             raise ConfigError(f"{key}: got {value!r}; must be {_words(hints[name])} [{place}]")
 
 
+VERL = {
+    "actor_rollout_ref": "leave it out, actor, rollout, ref and model are sections of their own",
+    "calculate_log_probs": "leave it out, they are always there",
+    "custom_reward_function": "write reward.custom_reward_function",
+    "do_sample": "write temperature, 0 for the likeliest token",
+    "enable": "leave it out, a section is off where it is null",
+    "fsdp_config": "write actor.offload",
+    "max_response_length": "write rollout.response_length",
+    "n_gpus_per_node": "give torchrun --nproc-per-node",
+    "nnodes": "give torchrun --nnodes",
+    "ppo_max_token_len_per_gpu": "write max_tokens_per_micro_batch",
+    "ppo_micro_batch_size": "write max_tokens_per_micro_batch, in tokens",
+    "ppo_micro_batch_size_per_gpu": "write max_tokens_per_micro_batch, in tokens",
+    "reward_model": "write reward, for a model's score reward.reward_model",
+    "use_dynamic_bsz": "leave it out, batches are always packed",
+    "warmup_style": "write lr_scheduler_type",
+}
+"""Keys of verl's that are like none here, or like the wrong one, and what to do about them."""
+
+
 def _nearest_key(name: str, known: Any) -> str:
-    """The nearest key of the same section, or those of the same name in other ones."""
+    """What to write: for a key of verl's, else the nearest of the section, or those of the same
+    name in other ones."""
+    if name in VERL:
+        return f"; verl's {name}: {VERL[name]}"
     elsewhere = [key for key in leaf_keys() if key.endswith(f".{name}")]
     return f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else nearest(name, known)
 
