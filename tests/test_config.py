@@ -158,6 +158,10 @@ def test_a_wrong_type_names_key_value_and_what_is_allowed(override: str, message
         (["actor.ppo_mini_batch_size=5"], "got 5; must divide data.train_batch_size=64"),
         (["model.path=''"], "model.path: got ''; name a model folder"),
         (
+            ["reward.reward_kwargs.overlong_buffer_cfg.len=512"],
+            "overlong_buffer_cfg: got {'len': 512}; what verl has there is a section here; write ",
+        ),
+        (
             ["data.max_prompt_length=8", "rollout.response_length=8"],
             "probe_length: got 32; fewer than",
         ),

@@ -111,6 +111,13 @@ class RewardConfig:
     """null = no model scores."""
 
     def __post_init__(self) -> None:
+        require(  # a function with **kwargs would take it, and nothing be punished
+            "overlong_buffer_cfg" not in self.reward_kwargs,
+            "reward.reward_kwargs.overlong_buffer_cfg",
+            self.reward_kwargs.get("overlong_buffer_cfg"),
+            "what verl has there is a section here; write "
+            "reward.overlong_buffer={len: ..., penalty_factor: ...}",
+        )
         if self.is_model_only:
             require(
                 self.reward_manager == "naive",
