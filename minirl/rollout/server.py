@@ -144,7 +144,11 @@ class AsyncServerBase(ABC):
 
     @abstractmethod
     async def sleep(self, level: int = 1) -> None:
-        """Free device memory: 1 keeps the weights in host memory, 2 throws them away."""
+        """Free device memory: 1 keeps the weights in host memory, 2 throws them away.
+
+        A request that still runs, as of a task that an agent loop left behind, is aborted; one that
+        comes waits until the engine is awake. An engine that frees nothing may go on with them.
+        """
 
     @abstractmethod
     async def wake_up(self, tags: list[str] | None = None) -> None:
@@ -156,7 +160,8 @@ class AsyncServerBase(ABC):
 
     @abstractmethod
     async def start_weight_update(self) -> None:
-        """Open a weight update. No request may run until it is finished."""
+        """Open a weight update: a request that still runs is aborted, one that comes waits until it
+        is finished."""
 
     @abstractmethod
     async def update_weights(self, update_info: dict[str, Any]) -> None:

@@ -59,6 +59,7 @@ class TransformersServer(AsyncServerBase):
         self._requests: dict[str, Request] = {}
         self._arrived, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
+        self._awake = True
         self._stats = ServerStats()
         self._slept: dict[str, tuple[torch.Size, Tensor | None]] = {}
 
@@ -92,7 +93,6 @@ class TransformersServer(AsyncServerBase):
         self._requests[request_id] = request
         self._waiting.append(request)
         self._arrived.set()
-        self._idle.clear()
         try:
             with self._stats.running():
                 finish_reason = await request.done
@@ -132,11 +132,11 @@ class TransformersServer(AsyncServerBase):
         loop = asyncio.get_running_loop()
         try:
             while True:
-                if not self._batch.requests and not self._waiting:
+                while not (joining := self._take()) and not self._batch.requests:
                     self._arrived.clear()
                     self._idle.set()
                     await self._arrived.wait()
-                joining = self._take()
+                self._idle.clear()
                 ended = await loop.run_in_executor(self._thread, self._batch.step, joining)
                 self._stats.num_steps += 1
                 for request in ended:
@@ -149,8 +149,11 @@ class TransformersServer(AsyncServerBase):
             raise
 
     def _take(self) -> list[Request]:
-        """Waiting requests that the batch has room for; at least one when it is empty."""
+        """Waiting requests that the batch has room for; at least one when it is empty. None while
+        the weights are away, or are replaced."""
         rollout, taken, longest = self.config.rollout, list[Request](), 0
+        if not self._awake:
+            return taken
         while self._waiting and len(self._batch.requests) + len(taken) < rollout.max_num_seqs:
             longest = max(longest, len(self._waiting[0].prompt_ids))
             if taken and longest * (len(taken) + 1) > rollout.max_num_batched_tokens:
@@ -165,6 +168,9 @@ class TransformersServer(AsyncServerBase):
 
     async def sleep(self, level: int = 1) -> None:
         """See AsyncServerBase. Keys and values are there only while requests run."""
+        self._awake = False
+        for request in self._requests.values():
+            request.aborted = True
         await self._idle.wait()  # one that was aborted is in the batch until its next token
         if self.config.rollout.free_cache_engine and not self._slept:
             for name, weight in self._model.named_parameters():
@@ -173,8 +179,13 @@ class TransformersServer(AsyncServerBase):
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """See AsyncServerBase."""
-        if tags is not None and "weights" not in tags:
-            return
+        if tags is None or "weights" in tags:
+            self._take_weights_back()
+        if tags is None or "kv_cache" in tags:  # which wakes last
+            self._awake = True
+            self._arrived.set()
+
+    def _take_weights_back(self) -> None:
         weights = dict(self._model.named_parameters())
         for name, (shape, kept) in self._slept.items():
             weight = weights[name]

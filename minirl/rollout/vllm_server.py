@@ -248,6 +248,8 @@ class VLLMServer(AsyncServerBase):
 
     async def start_weight_update(self) -> None:
         """See AsyncServerBase."""
+        # As pause_generation, which sleeps for 20 ms more.
+        await self._engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
         await self._engine.start_weight_update()
 
     async def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -261,6 +263,8 @@ class VLLMServer(AsyncServerBase):
         await self._engine.finish_weight_update()
         await self._engine.reset_prefix_cache()
         self._stats.weight_version = version
+        if not self._asleep:  # else it goes on when it is wholly awake
+            await self._engine.resume_generation()
 
     async def stats(self) -> ServerStats:
         """See AsyncServerBase."""

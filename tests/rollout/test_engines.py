@@ -239,6 +239,27 @@ async def test_a_cancelled_call_is_aborted_in_the_engine(pair: Pair) -> None:
     assert after.generated_tokens - before.generated_tokens < 200
 
 
+async def test_requests_that_outlive_their_rollout_do_not_meet_the_next_weights(pair: Pair) -> None:
+    """Tasks that an agent loop left behind: what they run is aborted, what they ask waits."""
+    params = {"temperature": 1.0, "max_tokens": 200, "ignore_eos": True}
+
+    async def go_on(number: int) -> None:
+        for turn in range(10_000):
+            await pair.client.generate([5] * 40, params, f"left over {number}.{turn}")
+
+    left_over = [asyncio.create_task(go_on(number)) for number in range(4)]
+    for _ in range(2):
+        await until(pair, lambda running: running == 4)
+        await pair.client.call("sleep", level=2)
+        await until(pair, lambda running: running == 4)
+        assert await pair.sync_now() <= AGREEMENT
+    assert not any(task.done() for task in left_over)
+    for task in left_over:
+        task.cancel()
+    await asyncio.wait(left_over)
+    await until(pair, lambda running: running == 0)
+
+
 async def test_a_request_that_cannot_be_served_says_why(pair: Pair) -> None:
     with pytest.raises(RequestRefusedError, match="max_tokenz"):
         await pair.client.generate([1, 2, 3], {"max_tokenz": 5}, "typo")
