@@ -1,7 +1,9 @@
 """Trajectories to packed batches, to rows and back, and which rank computes which sequence."""
 
 import heapq
+from bisect import bisect_left
 from dataclasses import fields
+from functools import cache
 from itertools import chain
 
 import torch
@@ -152,9 +154,12 @@ def plan(lengths: list[int], num_ranks: int, max_tokens: int) -> list[list[list[
     order = sorted(range(len(lengths)), key=lambda s: (-lengths[s], s))
     tokens = sum(min(n, max_tokens) for n in lengths)
     alone = sum(2 * n > max_tokens for n in lengths)  # no two of them share a slot
-    num_slots = max(1, -(-tokens // (num_ranks * max_tokens)), -(-alone // num_ranks))
-    while (bins := _fill(order, lengths, num_slots * num_ranks, max_tokens)) is None:
-        num_slots += 1
+    fill = cache(lambda num_slots: _fill(order, lengths, num_slots * num_ranks, max_tokens))
+    least = most = max(1, -(-tokens // (num_ranks * max_tokens)), -(-alone // num_ranks))
+    while fill(most) is None:  # one by one, it could be thousands of times
+        least, most = most + 1, most + 2 * (most - least + 1)
+    num_slots = bisect_left(range(most), True, lo=least, key=lambda n: fill(n) is not None)
+    bins = fill(num_slots) or []
     bins.sort(key=lambda members: -sum(cost(lengths[s]) for s in members))
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     for slot in range(num_slots):

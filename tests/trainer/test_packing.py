@@ -88,6 +88,23 @@ def test_a_plan_takes_time_in_proportion_to_its_sequences(lengths, monkeypatch):
     assert next(num_pops) < 5 * len(lengths)
 
 
+@settings(max_examples=200, deadline=None)
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 100))
+def test_a_plan_has_no_slot_too_many(lengths, num_ranks, max_tokens):
+    num_slots = len(packing.plan(lengths, num_ranks, max_tokens)[0])
+    order = sorted(range(len(lengths)), key=lambda s: (-lengths[s], s))
+    fewer = packing._fill(order, lengths, (num_slots - 1) * num_ranks, max_tokens)
+    assert num_slots == 1 or fewer is None
+
+
+def test_a_number_of_slots_far_above_the_least_is_found_in_a_few_attempts(monkeypatch):
+    num_attempts, fill = itertools.count(), packing._fill
+    monkeypatch.setattr(packing, "_fill", lambda *a: (next(num_attempts), fill(*a))[1])
+    lengths = [9900, 7300] * 256  # only short ones share a slot, two by two
+    assert len(packing.plan(lengths, 1, 16384)[0]) == 256 + 128
+    assert next(num_attempts) < 20
+
+
 def test_places_of_a_few_sequences_are_found_without_those_of_all(monkeypatch):
     batch, sizes, arange = make_batch(), [], torch.arange
     expected = [i for s in (5, 2) for i in (batch.sequence_ids == s).nonzero()[:, 0].tolist()]
