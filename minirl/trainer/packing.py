@@ -2,10 +2,12 @@
 
 import heapq
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import fields
 from functools import cache
-from itertools import chain
+from itertools import chain, repeat
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,31 +34,37 @@ def pack(
     """
     trains = trains or [True] * len(trajectories)
     prompts = prompts or [t.prompt_ids for t in trajectories]
-    mask: list[float] = []
-    logprobs: list[float] = []
-    rewards: list[float] = []
-    tokens: list[int] = []
-    for t, reward, train, ids in zip(trajectories, token_rewards, trains, prompts, strict=True):
+    for t, reward in zip(trajectories, token_rewards, strict=True):
         if len(reward) != len(t.response_ids):
             raise ValueError(f"{len(reward)} rewards for {len(t.response_ids)} response tokens")
-        prompt = [0.0] * len(ids)
-        tokens += ids + t.response_ids
-        mask += prompt + [float(train and m) for m in t.response_mask]
-        logprobs += prompt + t.response_logprobs
-        rewards += prompt + reward
     prompt_lengths = torch.tensor([len(ids) for ids in prompts], dtype=torch.int64)
     lengths = prompt_lengths + torch.tensor(
         [len(t.response_ids) for t in trajectories], dtype=torch.int64
     )
+    num_tokens = int(lengths.sum())
     starts = torch.cumsum(lengths, 0) - lengths
     sequence_ids = torch.repeat_interleave(lengths)
+
+    def laid(pairs: Iterable[tuple[Iterable[float], Iterable[float]]], dtype: type) -> Tensor:
+        # torch.tensor(list) takes three times as long, in which no other thread runs.
+        parts = (part for prompt_and_response in pairs for part in prompt_and_response)
+        return torch.from_numpy(np.fromiter(chain.from_iterable(parts), dtype, num_tokens))
+
+    def behind_prompts(responses: Iterable[Iterable[float]]) -> Tensor:
+        blank = (repeat(0.0, len(ids)) for ids in prompts)
+        return laid(zip(blank, responses, strict=True), np.float32)
+
+    masks = (
+        t.response_mask if train else repeat(0.0, len(t.response_mask))
+        for t, train in zip(trajectories, trains, strict=True)
+    )
     return MicroBatch(
-        tokens=torch.tensor(tokens, dtype=torch.int64),
-        positions=torch.arange(int(lengths.sum())) - starts[sequence_ids],
+        tokens=laid(zip(prompts, (t.response_ids for t in trajectories), strict=True), np.int64),
+        positions=torch.arange(num_tokens) - starts[sequence_ids],
         sequence_ids=sequence_ids,
-        response_mask=torch.tensor(mask, dtype=torch.float32),
-        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
-        token_rewards=torch.tensor(rewards, dtype=torch.float32),
+        response_mask=behind_prompts(masks),
+        rollout_logprobs=behind_prompts(t.response_logprobs for t in trajectories),
+        token_rewards=behind_prompts(token_rewards),
         lengths=lengths,
         prompt_lengths=prompt_lengths,
         group_ids=torch.tensor(group_ids, dtype=torch.int64),

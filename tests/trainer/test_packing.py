@@ -1,5 +1,6 @@
 import heapq
 import itertools
+import tracemalloc
 
 import pytest
 import torch
@@ -36,6 +37,18 @@ def test_pack_puts_values_at_their_tokens():
     assert batch.lengths.tolist() == [5, 3]
     assert batch.prompt_lengths.tolist() == [2, 1]
     assert batch.group_ids.tolist() == [4, 4]
+
+
+def test_to_pack_takes_no_more_memory_than_the_batch():
+    trajectory = Trajectory(prompt_ids=[5] * 1000)
+    sampled = TokenOutput(token_ids=[7] * 9000, logprobs=[-0.5] * 9000, finish_reason="stop")
+    trajectory.append_sampled(sampled)
+    rewards = [0.0] * 9000
+    tracemalloc.start()
+    packing.pack([trajectory] * 10, [rewards] * 10, [0] * 10)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 21 * 10 * 10_000  # bytes: the tokens' 8, three values of 4, without lists of them
 
 
 def test_a_trajectory_that_must_not_train_keeps_its_place():
