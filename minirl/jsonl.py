@@ -11,7 +11,10 @@ from typing import Any
 def to_json(value: Any) -> str:
     """Strict JSON on one line: non-finite floats as in JsonlTracker, arrays as lists, and whatever
     JSON does not know as its `str`."""
-    return json.dumps(_plain(value), allow_nan=False)
+    try:
+        return json.dumps(value, allow_nan=False)  # to make it plain first takes as long again
+    except (TypeError, ValueError):
+        return json.dumps(_plain(value), allow_nan=False)
 
 
 def _plain(value: Any) -> Any:

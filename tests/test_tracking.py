@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from minirl import jsonl
 from minirl.config import ConfigError
 from minirl.tracking import (
     TRACKERS,
@@ -48,6 +49,12 @@ def test_non_finite_numbers_are_strict_json_and_come_back(tmp_path) -> None:
     assert (row["a"], row["b"], row["c"], row["d"]) == ("NaN", "Infinity", "-Infinity", 0.5)
     (back,) = read_metrics(tmp_path)
     assert math.isnan(back["a"]) and (back["b"], back["c"]) == (math.inf, -math.inf)
+
+
+def test_what_is_json_already_is_written_as_it_is(monkeypatch) -> None:
+    row = {"step": 1, "response_ids": [1, 2], "advantages": [0.5, -1e-8], "error": None}
+    monkeypatch.setattr(jsonl, "_plain", None)  # a copy of every token of a trajectory
+    assert json.loads(to_json(row)) == row
 
 
 def test_resume_drops_later_steps_and_time_goes_on(tmp_path) -> None:
