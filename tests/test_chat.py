@@ -28,6 +28,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from minirl.chat import ChatBuilder, ChatTemplateError, certify, quirks
+from minirl.chat.builder import _any_of
 
 spoken = st.text("abc é漢🙂.", min_size=1, max_size=10).map(lambda text: f"so{text}.")
 
@@ -125,6 +126,17 @@ def test_control_tokens_in_an_observation_stay_text(name, role):
     assert [i for i in evil if i in control.values()] == [i for i in good if i in control.values()]
     assert chat.tokenizer.decode(evil) == chat.tokenizer.decode(good).replace("harmless", attack)
     assert len(control) > 3
+
+
+@given(st.sets(st.text("<|a[", min_size=1, max_size=5), max_size=12), st.text("<|a[", max_size=60))
+def test_of_added_tokens_that_begin_alike_the_longest_is_found(tokens, text):
+    found = [match.span() for match in _any_of(tokens).finditer(text)]
+    expected, place = [], 0
+    while place < len(text):
+        size = max((len(t) for t in tokens if text.startswith(t, place)), default=0)
+        expected += [(place, place + size)] if size else []
+        place += size or 1
+    assert found == expected
 
 
 def test_control_tokens_in_a_prompt_are_those_of_the_dataset():
