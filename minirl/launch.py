@@ -11,8 +11,9 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,8 @@ from minirl.waits import WAITS
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StoppedBySignal(Exception):
@@ -120,7 +123,7 @@ async def _until_signal(main: Coroutine[Any, Any, None]) -> None:
         received.append(number)
         task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         loop.add_signal_handler(number, stop, number)
     try:
         await task
@@ -128,6 +131,18 @@ async def _until_signal(main: Coroutine[Any, Any, None]) -> None:
         if received:
             raise StoppedBySignal(received[0]) from error
         raise
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM end the process at once: for what keeps the event loop, which would hear
+    of them only afterwards, and has opened nothing that must be closed."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _first_cause(error: BaseException) -> BaseException:

@@ -19,7 +19,7 @@ from minirl.agent_loop import derive_seed
 from minirl.config import Config, ConfigError
 from minirl.distributed import Dist, distributed
 from minirl.inputs import Inputs, read_inputs
-from minirl.launch import SOCKETS, TrainerThread
+from minirl.launch import SOCKETS, TrainerThread, ended_by_signals
 from minirl.ranks import RANKS
 from minirl.rollout.manager import AgentLoopManager
 from minirl.rollout.modes import MODES
@@ -93,12 +93,13 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
     async with AsyncExitStack() as stack:
         log_file = config.trainer.run_dir / "logs" / f"rank_{rank}.log"
         stack.enter_context(_logging(log_file, alone=training))
-        inputs = read_inputs(config, training=training) if is_main else None
-        if is_main and config.rollout.agent.num_workers:
-            begin_imports()
-        stack.enter_context(deterministic(config.trainer.deterministic))
-        stack.enter_context(rare_collections())
-        world = stack.enter_context(distributed(config))
+        with ended_by_signals():  # the data may be large, and the other ranks wait until it is read
+            inputs = read_inputs(config, training=training) if is_main else None
+            if is_main and config.rollout.agent.num_workers:
+                begin_imports()
+            stack.enter_context(deterministic(config.trainer.deterministic))
+            stack.enter_context(rare_collections())
+            world = stack.enter_context(distributed(config))
         if world.device.type == "cuda":
             await on_trainer(torch.cuda.set_device, world.device)  # each thread has its own
         stack.enter_context(WAITS.explained(config.rollout.stall_warning_s))

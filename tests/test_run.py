@@ -1,9 +1,13 @@
 import asyncio
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -13,9 +17,10 @@ import torch
 from scripted_engine import ScriptedEngine
 from scripted_run import make_config, make_project, scripted_run
 
-from minirl import run
+from minirl import run, train
 from minirl.config import Config, ConfigError, load_config
 from minirl.distributed import Dist
+from minirl.launch import run_command
 from minirl.rollout.vllm_server import VLLMServer
 from minirl.testing import ScriptedServer
 from minirl.tools import BaseTool
@@ -93,6 +98,34 @@ async def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
             pass
     async with scripted_run(config):
         pass
+
+
+def train_as(rank: int, port: int, config: Config) -> None:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    values = (str(rank), "2", "127.0.0.1", str(port))
+    os.environ.update(zip(names, values, strict=True))
+    run_command(lambda _: train.main(config), ["model.path=unused"], usage="")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
+@pytest.mark.parametrize("rank", [0, 1], ids=["that_reads", "that_waits_for_it"])
+def test_a_signal_ends_a_rank_while_the_inputs_are_read(
+    tmp_path: Path, forkserver: ForkServerContext, rank: int, number: signal.Signals
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as reached:
+        port = reached.getsockname()[1]
+        lines = "import socket, time", f"socket.create_connection(('127.0.0.1', {port}))"
+        (tmp_path / "reward.py").write_text("\n".join([*lines, "time.sleep(3600)"]))
+        reward = f"reward.custom_reward_function.path={tmp_path}/reward.py"
+        config = make_config(make_project(tmp_path), "reading", reward)
+        process = forkserver.Process(target=train_as, args=(rank, port, config), daemon=True)
+        process.start()
+        assert process.pid is not None
+        reached.settimeout(120)
+        with reached.accept()[0]:  # rank 0 reads, or rank 1 asks where rank 0 is
+            os.kill(process.pid, number)
+            process.join(120)
+    assert process.exitcode == -number
 
 
 async def test_what_is_said_of_the_inputs_is_in_the_log(tmp_path: Path) -> None:
