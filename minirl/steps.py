@@ -390,7 +390,8 @@ class Steps:
         self._metrics.update(performance, reduce="last")
 
     def _numbers(self) -> dict[str, float]:
-        """All that is known of the step now, and how long it has taken."""
+        """All that is known of the step now, how long it has taken, and tokens per second and rank,
+        as verl has it."""
         seconds, metrics = time.perf_counter() - self._started, self._metrics.result()
-        throughput = metrics["perf/total_num_tokens"] / seconds
+        throughput = metrics["perf/total_num_tokens"] / seconds / self._run.world.world_size
         return metrics | {"timing_s/step": seconds, "perf/throughput": throughput}

@@ -465,6 +465,10 @@ async def test_two_ranks_take_the_steps_of_one(project: Path) -> None:
         for name in theirs:
             if name.split("/")[0] in ("actor", "critic", "cpo", "response_length"):
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+    for rows, ranks in ((one, 1), (two, 2)):
+        for row in rows:  # per rank, as verl has it per GPU
+            done = row["perf/throughput"] * row["timing_s/step"] * ranks
+            assert done == pytest.approx(row["perf/total_num_tokens"])
     printed = on_two_ranks("minirl.replay", str(run_dir), str(len(two)))
     assert f"{len(two)} steps, all of them the same to the last bit" in printed
 
