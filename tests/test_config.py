@@ -157,6 +157,7 @@ def test_a_wrong_type_names_key_value_and_what_is_allowed(override: str, message
         (["actor.use_kl_loss=true"], "ref: got null, but actor.use_kl_loss=true needs"),
         (["actor.ppo_mini_batch_size=5"], "got 5; must divide data.train_batch_size=64"),
         (["model.path=''"], "model.path: got ''; name a model folder"),
+        (["algorithm.filter_groups.metric=seq_reward"], "what verl calls so is `reward` here"),
         (
             ["reward.reward_kwargs.overlong_buffer_cfg.len=512"],
             "overlong_buffer_cfg: got {'len': 512}; what verl has there is a section here; write ",

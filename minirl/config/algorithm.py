@@ -89,6 +89,12 @@ class FilterGroupsConfig:
     def __post_init__(self) -> None:
         key = "algorithm.filter_groups.max_num_gen_batches"
         require(self.max_num_gen_batches >= 0, key, self.max_num_gen_batches, ">= 0")
+        require(  # else told when the first rollout is over
+            self.metric not in ("seq_reward", "seq_final_reward"),
+            "algorithm.filter_groups.metric",
+            self.metric,
+            "what verl calls so is `reward` here",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
