@@ -101,7 +101,7 @@ def test_a_plan_takes_time_in_proportion_to_its_sequences(lengths, monkeypatch):
     assert next(num_pops) < 5 * len(lengths)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 100))
 def test_a_plan_has_no_slot_too_many(lengths, num_ranks, max_tokens):
     num_slots = len(packing.plan(lengths, num_ranks, max_tokens)[0])
