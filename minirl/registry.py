@@ -20,8 +20,10 @@ class Registry(Generic[F]):
     >>> losses.find("my_package.losses:mine")  # whatever can be imported works where a name does
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, own: str = "write your own as package.module:name") -> None:
         self.kind = kind
+        self.own = own
+        """What to do for one that is not there."""
         self._entries: dict[str, F] = {}
 
     def __iter__(self):
@@ -44,7 +46,8 @@ class Registry(Generic[F]):
         if ":" in name:
             return locate(name, self.kind)
         if name not in self._entries:
-            raise ValueError(f"unknown {self.kind} {name!r}{nearest(name, self._entries)}")
+            hint = f"{nearest(name, self._entries)}; {self.own}"
+            raise ValueError(f"unknown {self.kind} {name!r}{hint}")
         return self._entries[name]
 
     def build(self, name: str, options: Mapping[str, Any]) -> Callable[..., Any]:

@@ -176,7 +176,11 @@ def test_bad_settings(
             "row 1, column agent_name: unknown agent loop 'tool_",
         ),
         (make_row(1, agent_name="patient"), "row 1, column agent_name: unknown agent loop 'patien"),
-        (make_row(1, data_source="gsm8k"), "row 1, column data_source: unknown reward function"),
+        (
+            make_row(1, data_source="gsm8k"),
+            "row 1, column data_source: unknown reward function for data_source 'gsm8k' (known: "
+            "calculator, openai/gsm8k); name your own in reward.custom_reward_function",
+        ),
         ({"prompt": make_row(1)["prompt"]}, "row 1, column data_source: unknown reward function"),
     ],
 )

@@ -28,7 +28,11 @@ def test_names_are_found_and_listed_in_order(losses: Registry) -> None:
     ("name", "options", "message"),
     [
         ("vanila", {}, "unknown policy loss 'vanila'; did you mean 'vanilla'? (known: gspo, van"),
-        ("zzz", {}, "unknown policy loss 'zzz' (known: gspo, vanilla)"),
+        (
+            "zzz",
+            {},
+            "unknown policy loss 'zzz' (known: gspo, vanilla); write your own as package.module:na",
+        ),
         ("vanilla", {"clip_rato": 1}, "has no option 'clip_rato'; did you mean 'clip_ratio'?"),
         ("vanilla", {"inputs": 1}, "'vanilla' has no option 'inputs'"),
         ("gspo", {"x": 1}, "'gspo' has no option 'x' (known: none)"),
