@@ -149,6 +149,10 @@ def test_evaluation_needs_validation_rows_only(project: Path) -> None:
             "rollout.agent.default_agent_loop=minirl.agent_loop:AgentLoopBase",
             "default_agent_loop: AgentLoopBase has no method `run`; write it",
         ),
+        (
+            "rollout.agent.default_agent_loop=json:dumps",
+            "default_agent_loop: 'json:dumps' is not a subclass of AgentLoopBase",
+        ),
         ("rollout.agent.default_agent_loop=tool_agnt", "rollout.agent.default_agent_loop: unknown"),
         ("rollout.agent.agent_loop_config_path=/no/a.yaml", "/no/a.yaml: cannot be read: No such"),
         ("rollout.multi_turn.tool_config_path=/no/t.yaml", "/no/t.yaml: cannot be read: No such"),

@@ -283,6 +283,13 @@ def load_agent_loops(path: str | Path) -> dict[str, AgentLoopFactory]:
     return load_entries(path, "", _agent_loop)
 
 
+def require_agent_loop(named: str, found: Any) -> None:
+    """ValueError for what is no class of agent loops, or lacks a method."""
+    if not (isinstance(found, type) and issubclass(found, AgentLoopBase)):
+        raise ValueError(f"{named} is not a subclass of AgentLoopBase")
+    require_methods(found)
+
+
 def derive_seed(*parts: int | str) -> int:
     """A seed of 31 bits that depends on all parts and their order, the same in every process."""
     digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=4).digest()
@@ -309,9 +316,7 @@ def _agent_loop(entry: dict[str, Any]) -> Iterator[tuple[str, AgentLoopFactory]]
     if not isinstance(name, str) or not isinstance(target, str):
         raise ValueError("needs `name` and `_target_: package.module:Class`")
     found = locate(target, "agent loop")
-    if not (isinstance(found, type) and issubclass(found, AgentLoopBase)):
-        raise ValueError(f"_target_: {target!r} is not a subclass of AgentLoopBase")
-    require_methods(found)
+    require_agent_loop(f"_target_: {target!r}", found)
     known = option_names(found)
     for key in options.keys() - known:
         raise ValueError(f"{key}: {target} has no such option{nearest(str(key), known)}")

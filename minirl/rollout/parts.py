@@ -14,11 +14,10 @@ from minirl.agent_loop import (
     load_agent_loops,
     load_interactions,
 )
-from minirl.agent_loop.base import AgentLoopFactory
+from minirl.agent_loop.base import AgentLoopFactory, require_agent_loop
 from minirl.chat import ChatBuilder, ChatTemplateError, certify
 from minirl.config import AgentConfig, Config, ConfigError, ModelConfig, require
 from minirl.openai.endpoint import PolicyEndpoint
-from minirl.registry import require_methods
 from minirl.rewards import RewardManager, load_reward_manager
 from minirl.rollout.client import AsyncLLMServerManager, Generator
 from minirl.rollout.worker import AgentLoopWorker
@@ -102,7 +101,7 @@ def check_agent_loop(key: str, name: str, agent_loops: dict[str, AgentLoopFactor
     """ConfigError when there is no agent loop of that name, or it cannot run."""
     if name not in agent_loops:
         found = named(key, AGENT_LOOPS.find, name)
-        named(key, require_methods, found)
+        named(key, require_agent_loop, repr(name), found)
 
 
 def schemas(tools: dict[str, BaseTool]) -> list[dict[str, Any]] | None:
