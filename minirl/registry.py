@@ -72,7 +72,7 @@ def locate(path: str, kind: str = "object") -> Any:
         raise ValueError(f"{kind} {path!r}: write it as package.module:attribute")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # of the module's own code, whatever it is
+    except (Exception, SystemExit) as error:  # of the module's own code, whatever it is
         problem = f"it cannot be imported: {type(error).__name__}: {error}"
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):

@@ -61,6 +61,7 @@ def test_import_paths_work_where_a_name_does(losses: Registry) -> None:
         ("import no_such_part", "ModuleNotFoundError: No module named 'no_such_part'"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("int('x')", "ValueError: invalid literal"),
+        ("raise SystemExit('set a key first')", "SystemExit: set a key first"),
     ],
 )
 def test_an_error_inside_a_found_module_is_told_with_its_name(

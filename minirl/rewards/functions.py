@@ -104,7 +104,7 @@ def _load_custom(config: CustomRewardConfig) -> Callable[..., Any]:
         require(Path(config.path).is_file(), f"{key}.path", config.path, "no such file")
         try:
             module = import_file(config.path)
-        except Exception as error:  # of the user's file, whatever it is
+        except (Exception, SystemExit) as error:  # of the user's file, whatever it is
             raise ConfigError(
                 f"{key}.path: {config.path} cannot be imported: {_line(config.path, error)}"
                 f"{type(error).__name__}: {error}"
@@ -132,7 +132,7 @@ def _check_call(function: Callable[..., Any], options: Mapping[str, Any]) -> Non
             raise ConfigError(f"{key}: its {name} would get {value}; write them as ({given})")
 
 
-def _line(path: str, error: Exception) -> str:
+def _line(path: str, error: BaseException) -> str:
     """`line 3: ` of the file itself, though a library that it called may have raised."""
     file = realpath(path)
     if isinstance(error, SyntaxError) and realpath(error.filename or "") == file:

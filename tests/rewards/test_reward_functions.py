@@ -92,6 +92,7 @@ async def test_what_is_async_without_being_an_async_function(name, score):
         ("\nimport no_such_module\n", "line 2: ModuleNotFoundError: No module named 'no_such"),
         ("import os\n\nKEY = os.environ['NO_SUCH']\n", "line 3: KeyError: 'NO_SUCH'"),
         ("import json\n\njson.loads('{no')\n", "line 3: JSONDecodeError: "),
+        ("import sys\nsys.exit('set a key first')\n", "line 2: SystemExit: set a key first"),
     ],
 )
 def test_a_file_that_cannot_be_imported(tmp_path, source, message):
