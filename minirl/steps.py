@@ -337,6 +337,7 @@ class Steps:
             trajectories,
             num_wanted=rollout.n if rollout.on_failure == "drop_group" else 0,
             needs_greedy=needs_greedy,
+            tool_reward=self._config.reward.tool_reward,
         )
         filtering = self._config.algorithm.filter_groups
         if not filtering:

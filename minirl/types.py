@@ -196,7 +196,8 @@ class Group:
     row: dict[str, Any]
     trajectories: list[Trajectory]
     greedy_reward: float | None = None
-    """Of the greedy rollout of the same prompt, where the estimator asks for one."""
+    """Of the greedy rollout of the same prompt, its tools' included, where the estimator asks for
+    one."""
 
 
 @dataclass(slots=True, kw_only=True)

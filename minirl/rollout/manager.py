@@ -10,13 +10,14 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from statistics import fmean
+from typing import Any, Literal
 
 from minirl.agent_loop import derive_seed
 from minirl.config import Config, RolloutConfig, SamplingConfig
 from minirl.journal import Journal
 from minirl.metrics import Reduce
-from minirl.rewards import reward_number
+from minirl.rewards import reward_number, token_rewards
 from minirl.rollout.server import ServerClient, engine_answers
 from minirl.rollout.worker import SampleRequest, Workers, WorkerStats, loop_lag
 from minirl.types import GREEDY, Group, Termination, Trajectory, conversations
@@ -229,12 +230,14 @@ def groups_for_training(
     *,
     num_wanted: int = 0,
     needs_greedy: bool = False,
+    tool_reward: Literal["turn", "outcome", "log"] = "turn",
 ) -> list[Group]:
     """Trajectories by prompt, without those that failed or have no reward (they never sampled).
 
     A failed trajectory never enters its group's baseline as a made-up zero: it is left out, and its
     whole group where fewer conversations than `num_wanted` remain (a further sample may have made
     up for it). So is a group whose greedy rollout failed, if `needs_greedy`: it has no baseline.
+    What tools gave that rollout is in its reward as in the others', by reward.`tool_reward`.
     """
     by_uid: dict[str, list[Trajectory]] = {row["uid"]: [] for row in prompts}
     for trajectory in trajectories:
@@ -242,8 +245,9 @@ def groups_for_training(
     groups = []
     for row in prompts:
         members = by_uid[row["uid"]]
-        greedy = [t.reward for t in members if t.sample_index == GREEDY and _is_rewarded(t)]
+        greedy = [t for t in members if t.sample_index == GREEDY and _is_rewarded(t)]
         rewarded = [t for t in members if t.sample_index != GREEDY and _is_rewarded(t)]
+        worth = [sum(token_rewards(t, tool_reward)) for t in greedy]  # of its stretches
         lacks = any(t.error for t in members) and len(conversations(rewarded)) < num_wanted
         if rewarded and not lacks and (greedy or not needs_greedy):
             groups.append(
@@ -251,7 +255,7 @@ def groups_for_training(
                     uid=row["uid"],
                     row=row,
                     trajectories=rewarded,
-                    greedy_reward=greedy[-1] if greedy else None,
+                    greedy_reward=fmean(worth) if worth else None,
                 )
             )
     return groups

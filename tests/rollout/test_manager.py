@@ -18,7 +18,7 @@ from scripted_engine import ScriptedEngine, serving
 from minirl.agent_loop import AgentLoopBase, ServerError, SingleTurnAgentLoop, register
 from minirl.config import load_config
 from minirl.journal import Header, Journal
-from minirl.rewards import load_reward_manager
+from minirl.rewards import load_reward_manager, token_rewards
 from minirl.rollout.client import AsyncLLMServerManager
 from minirl.rollout.manager import AgentLoopManager, TooManyFailuresError, groups_for_training
 from minirl.rollout.modes import MODES
@@ -29,7 +29,7 @@ from minirl.testing import ScriptedServer, byte_tokenizer, make_context
 from minirl.tools import BaseTool, ToolResponse
 from minirl.tools.calculator import CalculatorTool
 from minirl.tools.session import ToolSession
-from minirl.types import Trajectory
+from minirl.types import GREEDY, TokenOutput, Trajectory
 from minirl.waits import WAITS
 
 TOKENIZER = byte_tokenizer()
@@ -649,6 +649,21 @@ async def test_a_reward_and_its_failure_are_those_of_every_stretch(
     ] * 2
     groups = groups_for_training(rows, trajectories)
     assert [group.uid for group in groups] == ["0-1", "0-2"]
+
+
+@pytest.mark.parametrize("tool_reward", ["turn", "outcome", "log"])
+def test_tools_give_the_greedy_rollout_what_they_give_the_others(tool_reward: Any) -> None:
+    def ended(index: int) -> Trajectory:
+        trajectory = Trajectory(prompt_ids=[0], uid="0-0", sample_index=index, reward=1.0)
+        for reward in (0.5, 0.0):
+            output = TokenOutput(token_ids=[1], logprobs=[-1.0], finish_reason="stop")
+            trajectory.append_sampled(output)
+            trajectory.turn_rewards[-1] = reward
+        return trajectory
+
+    both = [ended(0), ended(GREEDY)]
+    [group] = groups_for_training(prompts(1), both, needs_greedy=True, tool_reward=tool_reward)
+    assert group.greedy_reward == sum(token_rewards(group.trajectories[0], tool_reward))
 
 
 CANCELLED_REWARD = """
