@@ -5,6 +5,7 @@ from scripted import run_script
 from tool_formats import gpt_oss, gpt_oss_template, llama3_json, qwen3_coder
 
 from minirl.agent_loop import TOOL_PARSERS
+from minirl.agent_loop.tool_parser import pythonic
 from minirl.tools import function_tool
 
 
@@ -362,3 +363,17 @@ def test_pythonic_malformed(call, problem):
 def test_pythonic_lists_that_cannot_be_read(text, problem):
     [call] = parse("pythonic", text).calls
     assert problem in call.problem
+
+
+def test_a_pythonic_list_that_is_not_closed_is_looked_at_up_to_its_end_only(monkeypatch):
+    looked_at = []
+
+    class Watched:
+        def finditer(self, text, start):
+            return (looked_at.append(token[0]) or token for token in tokens.finditer(text, start))
+
+    tokens = pythonic._TOKEN
+    monkeypatch.setattr(pythonic, "_TOKEN", Watched())
+    turn = parse("pythonic", "[f(x=1<|python_end|>" * 100)
+    assert len(turn.calls) == 100
+    assert len(looked_at) == 300  # two brackets and the end, of each

@@ -23,12 +23,12 @@ _OPENING = re.compile(rf"{_START}\s*|\A\s*(?={_LIST})")
 _FOLLOWING = re.compile(rf"[\s,;]*(?={_LIST})")
 _UNTIL = re.compile(rf"<\|python_end\|>|(?={_START})")
 _END = re.compile(r"\s*<\|python_end\|>")
-# A string, whose brackets count for nothing, or a bracket, or where other calls begin.
+# A string, whose brackets count for nothing, or a bracket, or where calls end or others begin.
 _TOKEN = re.compile(
     r'"""(?:\\.|[^\\])*?"""|'
     r"'''(?:\\.|[^\\])*?'''|"
     r'"(?:\\.|[^"\\\n])*"|'
-    r"'(?:\\.|[^'\\\n])*'|[\[({]|[\])}]|" + _START,
+    r"'(?:\\.|[^'\\\n])*'|[\[({]|[\])}]|<\|python_end\|>|" + _START,
     re.DOTALL,
 )
 _JSON_NAMES = {"true": True, "false": False, "null": None}
