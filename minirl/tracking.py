@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import json
 import logging
+import os
 import re
 import time
 import uuid
@@ -154,12 +155,15 @@ class JsonlTracker:
         elif path.exists():
             path.rename(free_name(path))
         self._start = time.monotonic() - (kept[-1]["seconds"] if kept else 0.0)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         seconds = round(time.monotonic() - self._start, 3)
-        self._file.write(to_json({"step": step, "seconds": seconds, **metrics}) + "\n")
-        self._file.flush()
+        line = to_json({"step": step, "seconds": seconds, **metrics}) + "\n"
+        end = self._file.seek(0, os.SEEK_END)
+        if self._file.write(line.encode()) < len(line):
+            self._file.truncate(end)  # half a line would spoil the next one
+            raise OSError("only a part of the line was written: is the disk full?")
 
     def close(self) -> None:
         self._file.close()

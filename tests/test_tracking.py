@@ -1,6 +1,7 @@
 import json
 import logging
 import math
+import resource
 
 import numpy as np
 import pytest
@@ -81,6 +82,22 @@ def test_resume_after_a_line_was_cut_off(tmp_path) -> None:
     assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2]
     log_steps(tmp_path, [3], resumed_at=2)
     assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_a_line_for_which_the_disk_has_no_room_spoils_no_other(tmp_path) -> None:
+    many = {f"metric_{i}": i / 7 for i in range(2000)}  # more than a file buffers
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Tracking(["jsonl"], tmp_path, CONFIG) as tracking:
+        tracking.log(1, {})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        try:
+            tracking.log(2, many)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        tracking.log(3, many)
+    rows = read_metrics(tmp_path)
+    assert [(row["step"], len(row)) for row in rows] == [(1, 2), (3, 2003)]
+    assert rows[1]["tracking/failures"] == 1
 
 
 def test_a_broken_line_is_named(tmp_path) -> None:
