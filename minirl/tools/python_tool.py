@@ -132,18 +132,19 @@ def _ending(outcome: Outcome, limits: SandboxLimits) -> str:
 
 
 _LIMITS = [field.name for field in fields(SandboxLimits)]
-_OTHER = {"require": list, "isolation": str, "packages": bool, "max_concurrent": int}
+_NUMBERS = [*_LIMITS, "max_concurrent"]
+_OTHER = {"require": list, "isolation": str, "packages": bool}
 
 
 def _check(config: Mapping[str, Any]) -> None:
     for key, value in config.items():
-        if key not in _LIMITS and key not in _OTHER and key != "type":
-            raise ValueError(f"config.{key}: no such key{nearest(key, [*_LIMITS, *_OTHER])}")
-        if key in _OTHER and key != "max_concurrent":
+        if key in _NUMBERS:
+            _check_number(key, value)
+        elif key in _OTHER:
             if not isinstance(value, _OTHER[key]):
                 raise ValueError(f"config.{key}: got {value!r}; expected {_OTHER[key].__name__}")
         elif key != "type":
-            _check_number(key, value)
+            raise ValueError(f"config.{key}: no such key{nearest(key, [*_NUMBERS, *_OTHER])}")
     for name in config.get("require", []):
         if name not in PROTECTIONS:
             raise ValueError(f"config.require: got {name!r}{nearest(str(name), PROTECTIONS)}")
