@@ -72,9 +72,8 @@ class WeightSync:
         while (bucket := await self._gather(buckets)) is not None:
             await self._load(buffer, bucket)
         with self._timed("resume"):
-            await self._on_trainer(
-                self._world.release_memory
-            )  # the buckets', and what is offloaded
+            # what the buckets took, and what is offloaded
+            await self._on_trainer(self._world.release_memory)
             if server:
                 async with self._engine("to begin with its new weights"):
                     await server.finish_weight_update(version)
