@@ -149,7 +149,7 @@ class Steps:
         unknown = batch.sequence_ids[known.isnan()].unique().tolist()
         if unknown:
             rest = await self._run.on_trainer(policy.compute_logprobs, batch.select(unknown))
-            known[packing.token_places(batch, unknown)] = rest
+            known[batch.places(unknown)] = rest
         return known, None
 
     async def compute_ref_logprobs(self, batch: MicroBatch) -> Tensor:

@@ -1,7 +1,7 @@
 """The data that flows through a step: one typed object per stage."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import msgspec
@@ -248,26 +248,28 @@ class MicroBatch:
 
     def select(self, sequences: list[int]) -> "MicroBatch":
         """The named sequences, in the given order, as a batch of their own."""
-        ends = torch.cumsum(self.lengths, 0).tolist()
-        sizes = self.lengths.tolist()
-        spans = [torch.arange(ends[s] - sizes[s], ends[s]) for s in sequences]
-        tokens = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
         rows = torch.tensor(sequences, dtype=torch.int64)
-        picked: dict[str, Tensor] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value is not None:
-                picked[f.name] = value[rows if f.name in PER_SEQUENCE else tokens]
-        picked["sequence_ids"] = torch.repeat_interleave(picked["lengths"])
-        return replace(self, **picked)
+        tokens = self.places(sequences)
+        picked = {
+            name: value[rows if name in PER_SEQUENCE else tokens]
+            for name, value in self.tensors().items()
+        }
+        return MicroBatch(**picked | {"sequence_ids": torch.repeat_interleave(picked["lengths"])})
+
+    def places(self, sequences: list[int]) -> Tensor:
+        """Where the tokens of `select(sequences)` stand in this batch: [n] int64."""
+        ends, sizes = torch.cumsum(self.lengths, 0).tolist(), self.lengths.tolist()
+        spans = [torch.arange(ends[s] - sizes[s], ends[s]) for s in sequences]
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *spans])
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Every tensor on `device`."""
-        moved: dict[str, Any] = {
-            f.name: None if (value := getattr(self, f.name)) is None else value.to(device)
-            for f in fields(self)
-        }
-        return MicroBatch(**moved)
+        return MicroBatch(**{name: value.to(device) for name, value in self.tensors().items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that are set, by name."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 PER_SEQUENCE = frozenset({"lengths", "prompt_lengths", "group_ids", "sample_ids"})

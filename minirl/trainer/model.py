@@ -66,7 +66,7 @@ class PackedModel:
                 if result is None:
                     result = torch.zeros(*part.shape[:-1], batch.num_tokens)
                 if sequences:
-                    result[..., packing.token_places(batch, sequences)] = part
+                    result[..., batch.places(sequences)] = part
             reshard(self.model)
         assert result is not None  # every rank has at least one slot
         return self.world.sum_tensor(result)

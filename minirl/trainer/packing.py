@@ -3,7 +3,6 @@
 import heapq
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import fields
 from functools import cache
 from itertools import chain, repeat
 
@@ -119,16 +118,9 @@ def response_positions(batch: MicroBatch) -> Tensor:
     return batch.positions - batch.prompt_lengths[batch.sequence_ids]
 
 
-def token_places(batch: MicroBatch, sequences: list[int]) -> Tensor:
-    """Where the tokens of `batch.select(sequences)` stand in `batch`: [n] int64."""
-    ends, sizes = torch.cumsum(batch.lengths, 0).tolist(), batch.lengths.tolist()
-    return torch.cat([torch.arange(ends[s] - sizes[s], ends[s]) for s in sequences])
-
-
 def empty_like(batch: MicroBatch) -> MicroBatch:
     """One token that does not train, with the fields of `batch`: what an idle rank computes on."""
-    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    zeros = {k: torch.zeros(1, dtype=v.dtype) for k, v in values.items() if v is not None}
+    zeros = {name: torch.zeros(1, dtype=v.dtype) for name, v in batch.tensors().items()}
     one = torch.ones(1, dtype=torch.int64)
     return MicroBatch(**zeros | {"lengths": one, "prompt_lengths": one})
 

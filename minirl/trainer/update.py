@@ -89,9 +89,7 @@ class TrainedModel(PackedModel):
                 minis = packing.mini_batches(batch, settings.mini_batch_size)
                 for index, sequences in enumerate(minis):
                     mini = self._prepare(batch.select(sequences), epoch, index)
-                    bad, said[packing.token_places(batch, sequences)] = self._optimizer_step(
-                        mini, totals
-                    )
+                    bad, said[batch.places(sequences)] = self._optimizer_step(mini, totals)
                     self.bad_sequences += [sequences[b] for b in bad]
         self.bad_sequences = sorted(set(self.bad_sequences))
         self.num_steps += 1
@@ -136,7 +134,7 @@ class TrainedModel(PackedModel):
             broken = sequence_ids[~per_token.isfinite()].tolist()
             suspects[[sequences[b] for b in broken]] = 1
             if sequences:
-                said[packing.token_places(mini, sequences)] = output.cpu()
+                said[mini.places(sequences)] = output.cpu()
         both = self.world.sum_tensor(torch.cat([suspects, said]))
         suspects, said = both.split([mini.num_sequences, mini.num_tokens])
         finite = math.isfinite(norm) and not suspects.any()

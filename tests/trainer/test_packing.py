@@ -122,7 +122,7 @@ def test_places_of_a_few_sequences_are_found_without_those_of_all(monkeypatch):
     batch, sizes, arange = make_batch(), [], torch.arange
     expected = [i for s in (5, 2) for i in (batch.sequence_ids == s).nonzero()[:, 0].tolist()]
     monkeypatch.setattr(torch, "arange", lambda *a: (sizes.append(len(arange(*a))), arange(*a))[1])
-    assert packing.token_places(batch, [5, 2]).tolist() == expected
+    assert batch.places([5, 2]).tolist() == expected
     assert sum(sizes) == len(expected)
 
 
