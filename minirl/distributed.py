@@ -9,7 +9,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from minirl.config import Config, ConfigError
 from minirl.ranks import RANKS, RankLostError
-from minirl.types import PER_SEQUENCE, MicroBatch
+from minirl.types import MicroBatch
 from minirl.waits import INNERMOST, WAITS
 
 P = ParamSpec("P")
@@ -151,38 +151,14 @@ class Dist:
 
     @collective
     def broadcast_batch(self, batch: MicroBatch | None) -> MicroBatch:
-        """Rank 0's batch (CPU tensors) on every rank; the others pass None.
-
-        Three broadcasts, whatever the fields: sizes and which fields are set, all integers, all
-        floats.
-        """
-        if self.world_size == 1:
-            assert batch is not None
-            return batch
-        names = [f.name for f in fields(MicroBatch)]
-        header = torch.zeros(2 + len(names), dtype=torch.int64)
-        if batch is not None:
-            present = [getattr(batch, name) is not None for name in names]
-            header = torch.tensor([batch.num_tokens, batch.num_sequences, *present])
-        dist.broadcast(header, src=0)
-        num_tokens, num_sequences, *present = header.tolist()
-        set_names = [name for name, is_set in zip(names, present, strict=True) if is_set]
-        values: dict[str, Tensor] = {}
-        for dtype in (torch.int64, torch.float32):
-            here = [
-                name for name in set_names if (name in INTEGER_FIELDS) == (dtype is torch.int64)
-            ]
-            sizes = [num_sequences if name in PER_SEQUENCE else num_tokens for name in here]
-            flat = torch.empty(sum(sizes), dtype=dtype)
-            if batch is not None:
-                torch.cat([getattr(batch, name) for name in here], out=flat)
-            dist.broadcast(flat, src=0)
-            values |= zip(here, flat.split(sizes), strict=True)
-        return MicroBatch(**values)
-
-
-INTEGER_FIELDS = PER_SEQUENCE | {"tokens", "positions", "sequence_ids"}
-"""Fields of MicroBatch of type int64; all others are float32."""
+        """Rank 0's batch (CPU tensors) on every rank; the others pass None."""
+        mine = {} if batch is None else batch.tensors()
+        kinds = [{name: (value.shape, value.dtype) for name, value in mine.items()}]
+        dist.broadcast_object_list(kinds, src=0)
+        tensors = mine or {name: torch.empty(s, dtype=d) for name, (s, d) in kinds[0].items()}
+        for tensor in tensors.values():
+            dist.broadcast(tensor, src=0)
+        return MicroBatch(**tensors)
 
 
 @contextmanager
