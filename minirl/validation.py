@@ -21,27 +21,22 @@ class ValResult:
     """What the answer says, extracted (`"72"`), for the vote; None = it says nothing usable."""
 
 
-def validation_metrics(
-    results: Iterable[ValResult],
-    ks: Sequence[int] | None = None,
-    *,
-    success_score: float = 1.0,
-) -> dict[str, float]:
+def validation_metrics(results: Iterable[ValResult]) -> dict[str, float]:
     """Scores by verl's names; n is the number of answers per prompt, every prompt counts the same.
 
     | name | value |
     |---|---|
     | `val-core/<data_source>/reward/mean@n` | mean score |
-    | `val-core/<data_source>/acc/mean@n` | mean of `acc`, or share of scores >= `success_score` |
+    | `val-core/<data_source>/acc/mean@n` | mean of `acc`, or share of scores >= 1 |
     | `val-core/<data_source>/acc/pass@k` | chance that one of k answers succeeds: `pass_at_k` |
     | `val-core/<data_source>/acc/maj@n` | success of `majority`; if answers are given and n > 1 |
     | `val-aux/<data_source>/reward/std@n` | standard deviation (ddof 0) within a prompt; if n > 1 |
     | `val-aux/<data_source>/reward/best@k/mean` | expected best score of k: `best_at_k`; if n > 1 |
     | `val-aux/<data_source>/num_prompts` | prompts behind the above |
 
-    `ks` None means 1, 2, 4, ... and n. All values are exact; verl draws k answers at random with
-    replacement, so its best@k and maj@k are lower. Raises ValueError when the prompts of a data
-    source do not have equally many answers, or when k > n.
+    k is 1, 2, 4, ... and n. All values are exact; verl draws k answers at random with replacement,
+    so its best@k and maj@k are lower. Raises ValueError when the prompts of a data source do not
+    have equally many answers.
     """
     sources: dict[str, dict[str, list[ValResult]]] = defaultdict(lambda: defaultdict(list))
     for result in results:
@@ -50,14 +45,9 @@ def validation_metrics(
     for source, prompts in sources.items():
         groups = list(prompts.values())
         n = _answers_per_prompt(source, prompts)
-        chosen = _powers_of_two(n) if ks is None else ks
-        if too_many := [k for k in chosen if not 1 <= k <= n]:
-            raise ValueError(
-                f"pass@{too_many[0]} of {source!r} needs that many answers per prompt, got {n}: "
-                f"raise rollout.val_kwargs.n"
-            )
-        metrics |= _core(f"val-core/{source}", groups, n, chosen, success_score)
-        metrics |= _aux(f"val-aux/{source}", groups, n, chosen)
+        ks = [k for k in range(1, n + 1) if k == n or k & (k - 1) == 0]
+        metrics |= _core(f"val-core/{source}", groups, n, ks)
+        metrics |= _aux(f"val-aux/{source}", groups, n, ks)
     return metrics
 
 
@@ -90,13 +80,8 @@ def majority(answers: Sequence[str | None], values: Sequence[float]) -> float:
     return fmean(fmean(v) for v in votes.values() if len(v) == most) if votes else 0.0
 
 
-def _core(
-    prefix: str, groups: list[list[ValResult]], n: int, ks: Sequence[int], success_score: float
-) -> dict[str, float]:
-    right = [
-        [float(r.score >= success_score) if r.acc is None else r.acc for r in group]
-        for group in groups
-    ]
+def _core(prefix: str, groups: list[list[ValResult]], n: int, ks: list[int]) -> dict[str, float]:
+    right = [[float(r.score >= 1) if r.acc is None else r.acc for r in group] for group in groups]
     metrics = {
         f"{prefix}/reward/mean@{n}": fmean(r.score for group in groups for r in group),
         f"{prefix}/acc/mean@{n}": fmean(map(fmean, right)),
@@ -109,7 +94,7 @@ def _core(
     return metrics
 
 
-def _aux(prefix: str, groups: list[list[ValResult]], n: int, ks: Sequence[int]) -> dict[str, float]:
+def _aux(prefix: str, groups: list[list[ValResult]], n: int, ks: list[int]) -> dict[str, float]:
     scores = [[r.score for r in group] for group in groups]
     metrics = {f"{prefix}/num_prompts": float(len(groups))}
     if n > 1:
@@ -129,7 +114,3 @@ def _answers_per_prompt(source: str, prompts: dict[str, list[ValResult]]) -> int
                 f"{first!r}; give every prompt n results, score 0 for one that failed"
             )
     return n
-
-
-def _powers_of_two(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if k == n or k & (k - 1) == 0]

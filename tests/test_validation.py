@@ -76,18 +76,13 @@ def test_validation_metrics() -> None:
     )
 
 
-def test_success_score_and_ks() -> None:
-    got = validation_metrics(
-        results("x", {"a": [(0.5, None), (0.4, None), (0.0, None)]}), [2], success_score=0.5
-    )
+def test_without_acc_a_score_of_1_is_success() -> None:
+    got = validation_metrics(results("x", {"a": [(1.0, None), (0.9, None), (0.0, None)]}))
     assert got["val-core/x/acc/mean@3"] == pytest.approx(1 / 3)
-    assert [name for name in got if "/acc/pass@" in name] == ["val-core/x/acc/pass@2"]
+    assert [name for name in got if "/acc/pass@" in name] == [
+        f"val-core/x/acc/pass@{k}" for k in (1, 2, 3)
+    ]
     assert not any("/maj@" in name for name in got)
-
-
-def test_more_than_was_sampled_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"pass@4 of 'x' .* got 1: raise rollout\.val_kwargs\.n"):
-        validation_metrics(results("x", {"a": [(1.0, None)]}), [1, 4])
 
 
 def test_unequal_numbers_of_answers_are_refused() -> None:
