@@ -228,20 +228,6 @@ class Checkpoints:
         )
 
 
-def save(
-    directory: Path,
-    step: int,
-    parts: Mapping[str, Part],
-    extra: dict[str, Any],
-    world: Dist,
-    *,
-    max_to_keep: int | None = None,
-) -> Path:
-    """Write one checkpoint and wait for it; see Checkpoints."""
-    checkpoints = Checkpoints(directory, world, max_to_keep=max_to_keep, background=False)
-    return checkpoints.save(step, parts, extra)
-
-
 def load(path: Path, parts: Mapping[str, Part], world: Dist) -> dict[str, Any]:
     """Restore parameters, optimizers and random states in place; return `{"step": ..., **extra}`.
 

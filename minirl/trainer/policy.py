@@ -105,19 +105,6 @@ class PolicyTrainer(TrainedModel, LanguageModel):
         self.weights = WeightBuckets(model, megabytes * 2**20, dtype, self.on_device)
         """The full weights in the engine's dtype; iterate on every rank."""
 
-    def save(
-        self,
-        directory: Path,
-        step: int,
-        extra: dict[str, Any],
-        *,
-        critic: CriticTrainer | None = None,
-        max_to_keep: int | None = None,
-    ) -> Path:
-        """Write a checkpoint of policy and critic, and wait; see `checkpoint.save`."""
-        parts = trained_parts(self, critic)
-        return checkpoint.save(directory, step, parts, extra, self.world, max_to_keep=max_to_keep)
-
     def load(self, path: Path, critic: CriticTrainer | None = None) -> dict[str, Any]:
         """Go on from a checkpoint, the critic too; return `{"step": ..., **extra}`."""
         return checkpoint.load(path, trained_parts(self, critic), self.world)

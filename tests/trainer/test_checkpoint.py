@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager
-from trainer_helpers import alone, make_batch, make_config, save_model
+from trainer_helpers import alone, make_batch, make_config, save, save_model
 
 from minirl.config import ConfigError, OptimConfig
 from minirl.trainer import checkpoint
@@ -51,7 +51,7 @@ def step(trainer, seed):
 def test_resumed_run_goes_on_bit_by_bit(config, world, tmp_path):
     trainer = PolicyTrainer(config, world)
     step(trainer, 1)
-    trainer.save(tmp_path, 1, {"data": {"epoch": 0, "row": 4}})
+    save(trainer, tmp_path, 1, {"data": {"epoch": 0, "row": 4}})
     drawn = random.random(), torch.rand(3), np.random.rand()
     metrics = step(trainer, 2)
 
@@ -67,7 +67,7 @@ def test_resumed_run_goes_on_bit_by_bit(config, world, tmp_path):
 def test_a_checkpoint_before_the_first_update_changes_nothing(config, world, tmp_path):
     """As of a policy while trainer.critic_warmup lasts."""
     plain, saved, resumed = (PolicyTrainer(config, world) for _ in range(3))
-    saved.save(tmp_path, 1, {})
+    save(saved, tmp_path, 1, {})
     resumed.load(checkpoint.latest(tmp_path))
     for trainer in (plain, saved, resumed):
         for seed in (1, 2):
@@ -80,7 +80,7 @@ def test_to_be_evaluated_a_policy_needs_no_moments(config, world, tmp_path):
     trainer, other = (PolicyTrainer(config, world) for _ in range(2))
     assert other.load_latest(tmp_path) is None
     step(trainer, 1)
-    trainer.save(tmp_path / "checkpoints", 1, {"data": {"row": 4}})
+    save(trainer, tmp_path / "checkpoints", 1, {"data": {"row": 4}})
     assert other.load_latest(tmp_path) == {"step": 1, "data": {"row": 4}}
     assert all(map(torch.equal, other.model.parameters(), trainer.model.parameters()))
     assert not other.optimizer.state
@@ -89,7 +89,7 @@ def test_to_be_evaluated_a_policy_needs_no_moments(config, world, tmp_path):
 def test_a_resumed_run_has_the_optimizer_settings_of_its_config(config, world, folder, tmp_path):
     trainer = PolicyTrainer(config, world)
     step(trainer, 1)
-    trainer.save(tmp_path, 1, {})
+    save(trainer, tmp_path, 1, {})
     changed = OptimConfig(lr=1e-3, weight_decay=0.5, betas=(0.8, 0.95), eps=1e-6)
     resumed = PolicyTrainer(make_config(folder, optim=changed), world)
     resumed.load(checkpoint.latest(tmp_path))
@@ -106,7 +106,7 @@ def test_only_complete_checkpoints_count_and_old_ones_go(config, world, tmp_path
     trainer = PolicyTrainer(config, world)
     assert checkpoint.latest(tmp_path) is None
     for number in (2, 9, 10):
-        trainer.save(tmp_path, number, {}, max_to_keep=2)
+        save(trainer, tmp_path, number, {}, max_to_keep=2)
     (tmp_path / "step_000099").mkdir()
     (tmp_path / ".step_000098.partial").mkdir()
     assert [path.name for _, path in checkpoint.complete(tmp_path)] == [
@@ -114,7 +114,7 @@ def test_only_complete_checkpoints_count_and_old_ones_go(config, world, tmp_path
         "step_000010",
     ]
     assert checkpoint.latest(tmp_path).name == "step_000010"
-    trainer.save(tmp_path, 10, {"again": True}, max_to_keep=2)
+    save(trainer, tmp_path, 10, {"again": True}, max_to_keep=2)
     assert trainer.load(checkpoint.latest(tmp_path)) == {"step": 10, "again": True}
     assert not list(tmp_path.glob(".step_*"))
 
@@ -261,7 +261,7 @@ def three(trainer, tmp_path_factory):
     """Checkpoints of steps 1, 2 and 3, of which 2 is damaged."""
     directory = tmp_path_factory.mktemp("three")
     for number in (1, 2, 3):
-        trainer.save(directory, number, {})
+        save(trainer, directory, number, {})
     flip(directory / "step_000002" / "meta.json")
     return directory
 
@@ -328,7 +328,7 @@ def test_checkpoints_of_an_earlier_run_are_set_aside(three, tmp_path):
 
 
 def test_a_checkpoint_of_another_model_is_refused(config, world, tmp_path, tmp_path_factory):
-    path = PolicyTrainer(config, world).save(tmp_path, 1, {})
+    path = save(PolicyTrainer(config, world), tmp_path, 1, {})
     tied = make_config(save_model(tmp_path_factory.mktemp("tied"), "qwen3_tied"))
     with pytest.raises(ConfigError, match=r"another model: lm_head\.weight .* not there in model"):
         PolicyTrainer(tied, world).load(path)

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from trainer_helpers import alone, make_batch, make_config, save_model
+from trainer_helpers import alone, make_batch, make_config, save, save_model
 
 from minirl.config import ConfigError, CriticConfig, OptimConfig
 from minirl.trainer import checkpoint
@@ -92,7 +92,7 @@ def test_own_settings_and_the_actors(folder, world):
 def test_policy_and_critic_come_back_from_one_checkpoint(folder, world, tmp_path):
     trainer, batch, _ = trained(folder, world)
     policy = PolicyTrainer(trainer.config, world)
-    path = policy.save(tmp_path, 1, {}, critic=trainer)
+    path = save(policy, tmp_path, 1, {}, critic=trainer)
     metrics = trainer.update(batch)
     again = CriticTrainer(trainer.config, world)
     assert policy.load(path, again) == {"step": 1}
@@ -103,7 +103,7 @@ def test_policy_and_critic_come_back_from_one_checkpoint(folder, world, tmp_path
 
 def test_a_checkpoint_without_a_critic_is_refused(folder, world, tmp_path):
     policy = PolicyTrainer(make_config(folder), world)
-    policy.save(tmp_path, 1, {})
+    save(policy, tmp_path, 1, {})
     critic = CriticTrainer(with_critic(folder), world)
     with pytest.raises(ConfigError, match=r"the checkpoint of a run without critic; remove it"):
         policy.load(checkpoint.latest(tmp_path), critic)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from trainer_helpers import alone, make_batch, make_config, save_model
+from trainer_helpers import alone, make_batch, make_config, save, save_model
 
 from minirl.config import Config, ConfigError, ModelConfig, OptimConfig, RefConfig
 from minirl.trainer import lora, policy
@@ -112,7 +112,7 @@ def test_the_adapter_trains_in_float32_where_the_reference_computes_first(folder
 def test_a_checkpoint_has_the_adapter_alone(folder, world, tmp_path):
     config = lora_config(folder)
     trainer, batch = trained(config, world)
-    path = trainer.save(tmp_path, 1, {})
+    path = save(trainer, tmp_path, 1, {})
     names = FileSystemReader(path / "state").read_metadata().state_dict_metadata
     assert any(".lora_" in name for name in names)
     assert not any("base_layer" in name or "embed_tokens" in name for name in names)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from trainer_helpers import alone, make_batch, make_config, save_model
+from trainer_helpers import alone, make_batch, make_config, save, save_model
 
 from minirl.config import OptimConfig, RefConfig
 from minirl.trainer.determinism import parameter_hash
@@ -53,7 +53,7 @@ def test_updates_are_the_same_bit_by_bit(folder, tmp_path):
         with alone(config) as world:
             trainer = PolicyTrainer(config, world)
             resting, results = work(trainer)
-            path = trainer.save(tmp_path / offload, 1, {})
+            path = save(trainer, tmp_path / offload, 1, {})
             again = PolicyTrainer(config, world)
             again.load(path)
             batch = make_batch(seed=2)

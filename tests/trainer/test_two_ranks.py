@@ -18,6 +18,7 @@ from trainer_helpers import (
     alone,
     make_batch,
     make_config,
+    save,
     save_model,
     save_reward_model,
     spawn,
@@ -84,7 +85,7 @@ def work(world: Dist, config: Config, folder: Path) -> None:
         probe = trainer.score([5, 6, 7])
         results.append((batch.old_logprobs, metrics, full, probe, batch.values, scores))
         if step == 0:
-            trainer.save(folder / f"from_{world.world_size}", 1, {}, critic=critic)
+            save(trainer, folder / f"from_{world.world_size}", 1, {}, critic=critic)
     torch.save(results, folder / f"results_{world.world_size}_{world.rank}.pt")
     if world.world_size == 2:
         resting = [p.to_local().untyped_storage().nbytes() for p in trainer.model.parameters()]

@@ -21,6 +21,9 @@ from transformers import (
 from minirl.config import ActorConfig, Config, DataConfig, ModelConfig, RolloutConfig, TrainerConfig
 from minirl.distributed import Dist, distributed
 from minirl.trainer import packing
+from minirl.trainer.checkpoint import Checkpoints
+from minirl.trainer.critic import CriticTrainer
+from minirl.trainer.policy import PolicyTrainer, trained_parts
 from minirl.types import MicroBatch, TokenOutput, Trajectory
 
 VOCAB_SIZE = 101  # odd, so that two ranks get parts of unequal size
@@ -105,6 +108,20 @@ def make_batch(num_groups: int = 4, group_size: int = 3, seed: int = 0) -> Micro
     batch = packing.pack(trajectories, rewards, groups)
     batch.advantages = torch.randn(batch.num_tokens, generator=g) * batch.response_mask
     return batch
+
+
+def save(
+    policy: PolicyTrainer,
+    directory: Path,
+    step: int,
+    extra: dict[str, Any],
+    *,
+    critic: CriticTrainer | None = None,
+    max_to_keep: int | None = None,
+) -> Path:
+    """Write a checkpoint, and wait for it."""
+    checkpoints = Checkpoints(directory, policy.world, max_to_keep=max_to_keep, background=False)
+    return checkpoints.save(step, trained_parts(policy, critic), extra)
 
 
 @contextmanager
