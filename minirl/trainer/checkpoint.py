@@ -13,10 +13,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from minirl.config import ConfigError
@@ -39,10 +38,13 @@ from minirl.trainer import checkpoint_folder as folder
 from minirl.trainer import lora
 from minirl.trainer.checkpoint_folder import complete, latest
 from minirl.trainer.random_state import random_state, set_random_state
+from minirl.trainer.update import TrainedModel
 
-__all__ = ["CheckpointError", "Checkpoints", "Part", "complete", "latest", "load", "load_weights"]
+__all__ = ["CheckpointError", "Checkpoints", "complete", "latest", "load", "load_weights"]
 
 R = TypeVar("R")
+Parts = Mapping[str, TrainedModel]
+"""What is saved, by name: `actor`, `critic`."""
 
 
 class CheckpointError(RuntimeError):
@@ -51,22 +53,6 @@ class CheckpointError(RuntimeError):
 
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 """What an adapter leaves as it was is in its model's folder; _check_same_model is strict."""
-
-
-class Part(Protocol):
-    """What is saved under a name: `actor`, `critic`."""
-
-    num_steps: int
-    """Updates so far: the place in the learning-rate schedule."""
-
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def optimizer(self) -> Optimizer: ...
-
-    def on_device(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
-        """With what actor.offload keeps elsewhere, inside."""
-        ...
 
 
 class Checkpoints:
@@ -104,25 +90,12 @@ class Checkpoints:
             folder.clean_up(directory)
         world.barrier()
 
-    def save(self, step: int, parts: Mapping[str, Part], extra: dict[str, Any]) -> Path:
+    def save(self, step: int, parts: Parts, extra: dict[str, Any]) -> Path:
         """Write `directory/step_<step>`, in the background or at once, and return its path.
 
         Then all but the newest `max_to_keep` are deleted. `extra` must fit into JSON.
         """
         self.wait()
-        with _on_device(parts):
-            state: dict[str, Any] = _state(parts)
-            if self._background:
-                state = self._stager.stage(state)
-            self._begin(step, state, parts, extra)
-            if not self._background:
-                self.wait()
-        return self._final(step)
-
-    def _begin(
-        self, step: int, state: dict[str, Any], parts: Mapping[str, Part], extra: dict[str, Any]
-    ) -> None:
-        """Have the thread write."""
         meta = {
             "step": step,
             "parameters": {name: _shapes(part.model) for name, part in parts.items()},
@@ -130,10 +103,16 @@ class Checkpoints:
             "num_updates": {name: part.num_steps for name, part in parts.items()},
             "extra": extra,
         }
-        numbers = random_state(self._world.device)
         # as text, since `extra` may change while the thread writes
-        work = self._thread.submit(self._write, step, state, json.dumps(meta), json.dumps(numbers))
-        self._writing = work
+        texts = json.dumps(meta), json.dumps(random_state(self._world.device))
+        with _on_device(parts):
+            state: dict[str, Any] = _state(parts)
+            if self._background:
+                state = self._stager.stage(state)
+            self._writing = self._thread.submit(self._write, step, state, *texts)
+            if not self._background:
+                self.wait()
+        return self._final(step)
 
     def wait(self) -> None:
         """Return when nothing is being written. Raises CheckpointError."""
@@ -228,7 +207,7 @@ class Checkpoints:
         )
 
 
-def load(path: Path, parts: Mapping[str, Part], world: Dist) -> dict[str, Any]:
+def load(path: Path, parts: Parts, world: Dist) -> dict[str, Any]:
     """Restore parameters, optimizers and random states in place; return `{"step": ..., **extra}`.
 
     The number of ranks may differ from that of the run that saved (then ranks beyond it keep
@@ -295,18 +274,18 @@ def _verify(path: Path, world: Dist | None) -> None:
 
 
 @contextmanager
-def _on_device(parts: Mapping[str, Part]) -> Iterator[None]:
+def _on_device(parts: Parts) -> Iterator[None]:
     with ExitStack() as stack:
         for part in parts.values():
             stack.enter_context(part.on_device(optimizer=True))
         yield
 
 
-def _state(parts: Mapping[str, Part]) -> dict[str, Any]:
+def _state(parts: Parts) -> dict[str, Any]:
     return {name: _state_of(part) for name, part in parts.items()}
 
 
-def _state_of(part: Part) -> dict[str, Any]:
+def _state_of(part: TrainedModel) -> dict[str, Any]:
     is_new = not part.optimizer.state
     model, optimizer = get_state_dict(part.model, part.optimizer, options=TRAINED)
     if is_new:  # torch has made its state, by a step of its own, which counts as one
