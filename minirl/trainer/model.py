@@ -13,7 +13,7 @@ from minirl.trainer import packing
 from minirl.trainer.fsdp import reshard
 from minirl.trainer.logprobs import Also, token_logprobs
 from minirl.trainer.offload import Offload, weights
-from minirl.types import MicroBatch
+from minirl.types import MicroBatch, Trajectory
 
 
 class PackedModel:
@@ -108,19 +108,14 @@ class LanguageModel(PackedModel):
 
         Every rank takes part, with as many tokens as the others.
         """
-        zeros = torch.zeros(len(token_ids))
-        size, none = torch.tensor([len(token_ids)]), torch.zeros(1, dtype=torch.int64)
-        sequence = MicroBatch(
-            tokens=torch.tensor(token_ids),
-            positions=torch.arange(len(token_ids)),
-            sequence_ids=zeros.long(),
-            response_mask=zeros + 1,
-            rollout_logprobs=zeros,
-            token_rewards=zeros,
-            lengths=size,
-            prompt_lengths=none,
-            group_ids=none,
+        zeros = [0.0] * len(token_ids)
+        whole = Trajectory(
+            prompt_ids=[],
+            response_ids=token_ids,
+            response_mask=[1] * len(token_ids),
+            response_logprobs=zeros,
         )
+        sequence = packing.pack([whole], [zeros], [0])
         temperature = self.config.rollout.temperature
         with self.on_device():
             logprobs, _ = token_logprobs(self.model, sequence.to(self.world.device), temperature)
