@@ -276,9 +276,14 @@ async def _watch_from_afar(client: ServerClient, timeout_s: float) -> None:
 @contextmanager
 def _logging(path: Path, *, alone: bool) -> Iterator[None]:
     """Send this rank's log records to its file, warnings to stderr too; the file also gets the
-    traceback of what ends the run. ConfigError where another run is `alone` in writing to it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path)
+    traceback of what ends the run. ConfigError where it cannot be written, or another run is
+    `alone` in writing to it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(path)
+    except OSError as error:
+        problem = f"{path} cannot be written: {error.strerror}"
+        raise ConfigError(f"trainer.default_local_dir: {problem}; name another folder") from error
     assert handler.stream
     try:
         if alone:  # for as long as the file is open here; children do not hold the lock

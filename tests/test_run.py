@@ -100,6 +100,13 @@ async def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
         pass
 
 
+async def test_a_run_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    config = make_config(make_project(tmp_path), "x", f"trainer.default_local_dir={__file__}")
+    with pytest.raises(ConfigError, match=r"_dir: .*/x/logs/rank_0.log cannot be written: Not a d"):
+        async with scripted_run(config):
+            pass
+
+
 def train_as(rank: int, port: int, config: Config) -> None:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     values = (str(rank), "2", "127.0.0.1", str(port))
