@@ -140,6 +140,7 @@ def test_evaluation_needs_validation_rows_only(project: Path) -> None:
             "got 'swanlab', but it is not installed; pip install 'minirl[swanlab]'",
         ),
         ("reward.reward_manager=naif", "reward.reward_manager: unknown reward manager 'naif'"),
+        ("reward.reward_manager=json:dumps", "reward.reward_manager: 'json:dumps': TypeError: "),
         ("reward.reward_kwargs={x: 1}", "reward.reward_kwargs.x: no such option"),
         (
             "reward.custom_reward_function.path=/no/reward.py",

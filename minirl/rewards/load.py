@@ -48,4 +48,11 @@ def load_reward_manager(config: RewardConfig, *, response_length: int) -> Reward
     if config.is_model_only:
         return left_to_the_model
     options = {name: value for name, value in given.items() if name in known}
-    return manager(load_reward_function(config), **options)
+    function = load_reward_function(config)
+    try:
+        return manager(function, **options)
+    except ConfigError:
+        raise
+    except Exception as error:  # of the user's class, whatever it is
+        problem = f"{config.reward_manager!r}: {type(error).__name__}: {error}"
+        raise ConfigError(f"reward.reward_manager: {problem}") from error
