@@ -47,6 +47,13 @@ def read_inputs(config: Config, *, training: bool = True) -> Inputs:
         ConfigError: place, value and remedy of the first thing that cannot be used.
     """
     files = config.data
+    require(
+        config.max_model_len > files.max_prompt_length,
+        "rollout.max_model_len",
+        config.max_model_len,
+        f"a prompt of data.max_prompt_length={files.max_prompt_length} would leave no room for an "
+        "answer; raise it, lower that, or write null",
+    )
     _check_names(config)
     check_config(config)
     check_deterministic(config)

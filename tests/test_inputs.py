@@ -161,6 +161,10 @@ def test_evaluation_needs_validation_rows_only(project: Path) -> None:
         ("data.train_files=[]", "data.train_files: got []; name at least one .parquet or .jsonl"),
         ("data.train_files=[/no/rows.jsonl]", "/no/rows.jsonl: no such file"),
         ("data.train_batch_size=9", "data.train_batch_size: got 9; data.train_files have only 8"),
+        (
+            "rollout.max_model_len=1024",
+            "rollout.max_model_len: got 1024; a prompt of data.max_prompt_length=1024 would",
+        ),
         ("data.max_prompt_length=20", "but the prompt of row 0 of data.train_files has"),
     ],
 )
