@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from minirl.agent_loop import AGENT_LOOPS, TOOL_PARSERS
+from minirl.agent_loop.base import selected_tools
 from minirl.agent_loop.interaction import check_interaction
 from minirl.chat import ChatTemplateError
 from minirl.checks import check_algorithms
@@ -161,6 +162,8 @@ def _read_rows(config: Config, parts: AgentParts, key: str, files: list[str]) ->
             place = f"{file}: row {number}, column"
             if name := row.get("agent_name"):
                 check_agent_loop(f"{place} agent_name", name, parts.agent_loops)
+            if (name or config.rollout.agent.default_agent_loop) != "single_turn_agent":
+                named(f"{file}: row {number}", selected_tools, row, parts.tools)
             user = ((row.get("extra_info") or {}).get("interaction_kwargs") or {}).get("name")
             if user is not None:
                 column = f"{place} extra_info.interaction_kwargs.name"

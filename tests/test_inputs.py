@@ -338,6 +338,21 @@ def test_the_user_of_a_row_has_to_be_there(project: Path, tmp_path: Path) -> Non
     assert list(read(project, files, users, asked).interactions) == ["number_user"]
 
 
+def test_the_tools_that_a_row_selects_have_to_be_there(project: Path, tmp_path: Path) -> None:
+    extra_info = {"tool_selection": ["calculater"]}
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [make_row(i, extra_info=extra_info) for i in range(4)]
+    )
+    files = f"data.train_files=[{rows}]"
+    tools = f"rollout.multi_turn.tool_config_path={project}/tools.yaml"
+    asked = "rollout.agent.default_agent_loop=tool_agent"
+    assert problem(project, files, tools, asked) == (
+        f"{rows}: row 0: extra_info.tool_selection: no tool 'calculater'; did you mean "
+        "'calculator'? (known: calculator)"
+    )
+    read(project, files)  # single_turn_agent calls none
+
+
 @pytest.mark.parametrize(
     "key",
     [

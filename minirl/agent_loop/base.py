@@ -202,19 +202,11 @@ class AgentLoopBase(ABC):
 
         `extra_info.tool_selection` limits them, `extra_info.tools_kwargs` holds their arguments.
         """
-        extra_info = row.get("extra_info") or {}
-        selection = extra_info.get("tool_selection")
-        names = list(self.tools) if selection is None else list(selection)
-        for name in names:
-            if name not in self.tools:
-                raise ValueError(
-                    f"extra_info.tool_selection: no tool {name!r}{nearest(name, self.tools)}"
-                )
         return ToolSession(
-            {name: self.tools[name] for name in names},
+            selected_tools(row, self.tools),
             self.config.rollout.multi_turn,
             self.tokenizer,
-            extra_info.get("tools_kwargs"),
+            (row.get("extra_info") or {}).get("tools_kwargs"),
         )
 
     async def append_observation(
@@ -281,6 +273,16 @@ def load_agent_loops(path: str | Path) -> dict[str, AgentLoopFactory]:
     ConfigError names the file, the entry, and what is wrong with it.
     """
     return load_entries(path, "", _agent_loop)
+
+
+def selected_tools(row: Mapping[str, Any], tools: Mapping[str, BaseTool]) -> dict[str, BaseTool]:
+    """Those that a row may call; ValueError when it selects one that is not there."""
+    selection = (row.get("extra_info") or {}).get("tool_selection")
+    names = list(tools if selection is None else selection)
+    for name in names:
+        if name not in tools:
+            raise ValueError(f"extra_info.tool_selection: no tool {name!r}{nearest(name, tools)}")
+    return {name: tools[name] for name in names}
 
 
 def require_agent_loop(named: str, found: Any) -> None:
