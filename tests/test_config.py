@@ -95,6 +95,8 @@ def test_an_unknown_key_is_told_the_nearest(override: str, message: str) -> None
         ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref: no such key; verl's actor_rollout_r"),
         ("data.max_response_length=512", "max_response_length: write rollout.response_length ["),
         ("actor.ppo_micro_batch_size_per_gpu=4", "write max_tokens_per_micro_batch, in tokens"),
+        ("data.val_batch_size=64", "verl's val_batch_size: leave it out, all prompts are asked at"),
+        ("actor.tis_imp_ratio_cap=2", "write algorithm.rollout_correction.rollout_is_threshold ["),
         ("custom_reward_function.path=r.py", "write reward.custom_reward_function"),
         ("algorithm.filter_groups.enable=true", "verl's enable: leave it out, a section is off"),
         ("trainer.n_gpus_per_node=8", "verl's n_gpus_per_node: give torchrun --nproc-per-node"),
