@@ -31,7 +31,8 @@ class Progress:
     """All that the next step depends on beside the models. Only rank 0 has prompts and journals."""
 
     def __init__(self, run: Run, record: Record | None = None) -> None:
-        self._run = run
+        assert run.checkpoints is not None  # it trains
+        self._run, self.checkpoints = run, run.checkpoints
         self._trainer = run.config.trainer
         self._record = record
         self._journals: Journals | Record | None = None
@@ -97,19 +98,8 @@ class Progress:
                 "bad_steps_in_a_row": self.num_bad_steps,
                 "record": metrics,
             }
-        assert run.checkpoints is not None
         parts = trained_parts(run.policy, run.critic)
-        await run.on_trainer(run.checkpoints.save, self.number, parts, extra)
-
-    async def wait(self) -> None:
-        """Return when no checkpoint is being written. Raises CheckpointError."""
-        assert self._run.checkpoints is not None
-        await self._run.on_trainer(self._run.checkpoints.wait)
-
-    def write_seconds(self) -> float:
-        """That checkpoints took to be written since the last call. Raises CheckpointError."""
-        assert self._run.checkpoints is not None
-        return self._run.checkpoints.poll()
+        await run.on_trainer(self.checkpoints.save, self.number, parts, extra)
 
     def forget(self) -> None:
         """Drop the journals of the steps that a checkpoint holds."""

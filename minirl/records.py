@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
-from types import TracebackType
 from typing import Any, Self
 
 from minirl.config import Config, to_yaml
@@ -69,13 +68,8 @@ class Records:
         known = read_metrics(run_dir) if (run_dir / "metrics.jsonl").exists() else []
         return step > 0 and step in {row["step"] for row in known}
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, traceback)
+    def __exit__(self, *exc_info: Any) -> None:
+        self._stack.__exit__(*exc_info)
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
         """Show `name` as what is going on."""

@@ -3,8 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -71,13 +70,8 @@ class Steps:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, traceback)
+    def __exit__(self, *exc_info: Any) -> None:
+        self._stack.__exit__(*exc_info)
 
     async def start(self) -> None:
         """Go on where the run was, if it was begun before; open the records."""
@@ -239,7 +233,7 @@ class Steps:
             if self._run.manager:
                 await self._run.manager.wake_up()
         if self.number == self.total:
-            await self._progress.wait()
+            await self._run.on_trainer(self._progress.checkpoints.wait)
 
     async def record(self, batch: MicroBatch) -> None:
         """Put together what came of the step, and keep its trajectories.
@@ -267,7 +261,7 @@ class Steps:
     async def finish(self) -> None:
         """Log the step. Raises BadStepsError, with a checkpoint, after too many bad ones, and
         CheckpointError when one could not be written."""
-        seconds = self._progress.write_seconds()
+        seconds = self._progress.checkpoints.poll()
         if self._config.trainer.save_freq > 0:
             self._metrics.add("checkpoint/write_s", seconds, reduce="last")
         if self._records:
@@ -276,7 +270,7 @@ class Steps:
         limit = self._config.trainer.max_bad_steps
         if self._progress.num_bad_steps >= limit:
             await self.save()
-            await self._progress.wait()
+            await self._run.on_trainer(self._progress.checkpoints.wait)
             raise BadStepsError(
                 f"step {self.number}: {limit} steps in a row (trainer.max_bad_steps) were not "
                 "applied, because the loss, the advantages or the gradient were not finite; their "
