@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minirl.config import Config, ConfigError
+from minirl.tracking import free_name
 
 STEP_NAME = re.compile(r"step_(\d+)")
 SUMS = "SHA256SUMS"
@@ -77,8 +78,7 @@ def set_aside(directory: Path) -> Path | None:
     mix with those of the run that starts anew. Returns the name."""
     if not complete(directory):
         return None
-    names = (directory.with_name(f"{directory.name}.{n}") for n in range(1, 10**6))
-    aside = next(path for path in names if not path.exists())
+    aside = free_name(directory)
     directory.rename(aside)
     return aside
 
