@@ -42,7 +42,7 @@ def learning_curve(
     ]
     validations = [_validations(rows) for rows in runs]
     for path, rows, curves in zip(paths, runs, validations, strict=True):
-        if not curves and not _has(rows, REWARD):
+        if not curves and not any(REWARD in row for row in rows):
             raise ValueError(f"{path}/metrics.jsonl: neither {REWARD} nor val-core/... to draw")
     names = sorted({name for curves in validations for name in curves})
     figure = Figure(figsize=(8, 6 if names else 3.6), dpi=150, layout="constrained")
@@ -60,10 +60,6 @@ def learning_curve(
     figure.suptitle(title or (labels[0] if len(runs) == 1 else "Learning curves"))
     figure.savefig(out_png)
     return Path(out_png)
-
-
-def _has(rows: list[dict[str, Any]], name: str) -> bool:
-    return any(name in row for row in rows)
 
 
 def _curve(rows: list[dict[str, Any]], name: str) -> Curve:
