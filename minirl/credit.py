@@ -66,7 +66,7 @@ def needs_old_logprobs(config: Config) -> bool:
         actor.ppo_epochs > 1
         or config.mini_batch_size < config.data.train_batch_size
         or config.trainer.critic_warmup
-        or loss.whole_batch
+        or loss.select
         or algorithm.rollout_correction
         or algorithm.use_kl_in_reward
         or {"logprobs", "logprob_stats", "hinted_logprobs"} & set(estimator_needs(algorithm))

@@ -23,11 +23,6 @@ class Requirements:
     """`select(inputs, *, seed, **options) -> bool [T]` chooses tokens over the whole mini-batch;
     the loss gets its part of them as the keyword argument `selected`."""
 
-    @property
-    def whole_batch(self) -> bool:
-        """Whether the loss depends on more than its micro-batch."""
-        return self.select is not None
-
     def check_inputs(self, what: str, inputs: Any) -> None:
         """Raise ValueError when a needed field is None."""
         for name in self.needs:

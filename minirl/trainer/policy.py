@@ -55,7 +55,7 @@ def loss_options(actor: ActorConfig) -> dict[str, Any]:
         options = {k: v for k, v in vars(actor).items() if k in known} | given
         POLICY_LOSSES.build(name, options)
         check_agg_mode(name, actor.loss_agg_mode)
-        if requirements(loss).whole_batch and (drawn := given.keys() & set(DRAWN_BY_THE_TRAINER)):
+        if requirements(loss).select and (drawn := given.keys() & set(DRAWN_BY_THE_TRAINER)):
             raise ValueError(
                 f"options.{drawn.pop()} comes from trainer.seed and the mini-batch; leave it out"
             )

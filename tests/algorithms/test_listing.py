@@ -50,7 +50,7 @@ def test_options_that_are_keys_have_the_defaults_of_the_config():
 def test_declarations():
     assert requirements(ADV_ESTIMATORS.find("gae")).needs == ("values",)
     assert requirements(ADV_ESTIMATORS.find("rloo")).min_group_size == 2
-    assert requirements(POLICY_LOSSES.find("kl_cov")).whole_batch
+    assert requirements(POLICY_LOSSES.find("kl_cov")).select
     assert requirements(POLICY_LOSSES.find("vanilla")).agg_modes is None
 
     @requires(needs=("rollout_logprobs",), agg_modes=("token-sum",))
