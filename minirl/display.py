@@ -69,7 +69,8 @@ class Display:
                     Live(get_renderable=lambda: self, console=self._console, refresh_per_second=4)
                 )
                 stack.enter_context(_redirected_handlers(*before))
-                stack.enter_context(_root_handler(_LastWarning(self)))
+                logging.root.addHandler(handler := _LastWarning(self))
+                stack.callback(logging.root.removeHandler, handler)
                 self._stack = stack.pop_all()
         return self
 
@@ -209,15 +210,6 @@ class _LastWarning(logging.Handler):
             self._display.warn(record.getMessage().strip().partition("\n")[0])
         except Exception:  # arguments that do not fit the message: never worth a run
             self.handleError(record)
-
-
-@contextmanager
-def _root_handler(handler: logging.Handler) -> Iterator[None]:
-    logging.root.addHandler(handler)
-    try:
-        yield
-    finally:
-        logging.root.removeHandler(handler)
 
 
 @contextmanager
