@@ -1,7 +1,7 @@
 """A model on every rank, applied to a whole batch that is spread over the ranks."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -37,14 +37,12 @@ class PackedModel:
         self.max_tokens = max_tokens or config.actor.max_tokens_per_micro_batch
         if offload is None:
             offload = config.actor.offload == "all"
-        self._offloads = [Offload(weights(model))] if offload else []
+        self._offload = Offload(weights(model)) if offload else None
 
     @contextmanager
     def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
         """What is kept in host memory is on the device inside; a trained model's `optimizer`."""
-        with ExitStack() as stack:
-            for offload in self._offloads:
-                stack.enter_context(offload.here())
+        with self._offload.here() if self._offload else nullcontext():
             yield
 
     @property
