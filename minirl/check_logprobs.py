@@ -15,7 +15,7 @@ from rich.table import Table
 
 from minirl import credit
 from minirl.agreement import agreement
-from minirl.config import Config
+from minirl.config import Config, SyncCheckConfig
 from minirl.data import Row
 from minirl.launch import run_command
 from minirl.metrics import Metrics
@@ -52,8 +52,7 @@ async def check_logprobs(run: Run) -> None:
 
 
 def _report(batch: MicroBatch, config: Config) -> None:
-    check = config.rollout.sync_check
-    bound = check.max_logprob_diff if check else 0.02
+    bound = (config.rollout.sync_check or SyncCheckConfig()).max_logprob_diff
     sampled = batch.response_mask > 0
     if not sampled.any():
         raise DisagreementError("no conversation has a token to compare; see trajectories' reasons")
