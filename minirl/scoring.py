@@ -7,7 +7,7 @@ from minirl.metrics import Metrics, timer
 from minirl.rewards.model import RewardModelInput, add_score, conversations
 from minirl.run import Run
 from minirl.trainer.reward_model import pack_sequences
-from minirl.types import Trajectory
+from minirl.types import MicroBatch, Trajectory
 
 
 async def score_with_model(
@@ -22,16 +22,12 @@ async def score_with_model(
     if run.reward_model is None:
         return
     with timer(metrics, "reward_model"):
-        found, sequences = conversations(trajectories), None
+        found, batch = conversations(trajectories), None
         if run.inputs and run.manager:
             await run.manager.sleep(level=1 if engines_go_on else 2)
             assert run.inputs.reward_model_input is not None
-            sequences = await asyncio.to_thread(
-                _read, run.inputs.reward_model_input, found, metrics
-            )
-        batch = await run.on_trainer(
-            run.world.broadcast_batch, None if sequences is None else pack_sequences(sequences)
-        )
+            batch = await asyncio.to_thread(_pack, run.inputs.reward_model_input, found, metrics)
+        batch = await run.on_trainer(run.world.broadcast_batch, batch)
         scores = await run.on_trainer(run.reward_model.score, batch)
         if run.manager and engines_go_on:
             await run.manager.wake_up()
@@ -44,13 +40,13 @@ async def score_with_model(
         metrics.add("reward_model/std", pstdev(scores), reduce="mean")
 
 
-def _read(
+def _pack(
     model_input: RewardModelInput, found: list[list[Trajectory]], metrics: Metrics
-) -> list[list[int]]:
+) -> MicroBatch:
     """The tokens of each conversation's last trajectory, which holds all of the conversation."""
     sequences = []
     for *_, last in found:
         token_ids = model_input.tokens(last)
         metrics.add("reward_model/truncated", model_input.is_too_long(token_ids), reduce="mean")
         sequences.append(model_input.cut(token_ids))
-    return sequences
+    return pack_sequences(sequences)
