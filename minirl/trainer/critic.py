@@ -46,7 +46,7 @@ class CriticTrainer(TrainedModel):
         )
         mode, ids = self.critic.loss_agg_mode, micro.sequence_ids
         loss = aggregate(per_token, micro.response_mask, mode, sequence_ids=ids, **counts)
-        totals.add_parts({"critic/vf_loss": loss})
+        totals.add_part("critic/vf_loss", loss)
         totals.add_tokens(metrics)
         return loss, per_token, values
 

@@ -159,14 +159,14 @@ class PolicyTrainer(TrainedModel, LanguageModel):
         inputs = _loss_inputs(micro, logprobs)
         per_token, metrics = policy_loss(actor.policy_loss.loss_mode, inputs, **options)
         loss = self._aggregate(per_token, micro, counts)
-        totals.add_parts({"actor/pg_loss": loss})
+        totals.add_part("actor/pg_loss", loss)
         totals.add_tokens(metrics | {"actor/entropy": entropies})
         if actor.use_kl_loss:
             assert micro.ref_logprobs is not None
             ref_logprobs = micro.ref_logprobs.masked_fill(micro.response_mask == 0, 0.0)
             kl = kl_estimate(logprobs, ref_logprobs, actor.kl_loss_type)
             kl_loss = self._aggregate(kl, micro, counts)
-            totals.add_parts({"actor/kl_loss": kl_loss})
+            totals.add_part("actor/kl_loss", kl_loss)
             loss = loss + actor.kl_loss_coef * kl_loss
             per_token = per_token + kl
         if actor.entropy_coeff:

@@ -160,10 +160,9 @@ class Totals:
         self._norms: list[float] = []
         self._num_updates = 0
 
-    def add_parts(self, parts: dict[str, Tensor]) -> None:
-        """Parts of the losses of a mini-batch."""
-        for name, part in parts.items():
-            self._parts[name] = self._parts.get(name, 0.0) + part.detach()
+    def add_part(self, name: str, part: Tensor) -> None:
+        """Part of a loss of a mini-batch."""
+        self._parts[name] = self._parts.get(name, 0.0) + part.detach()
 
     def add_tokens(self, values: dict[str, Tensor]) -> None:
         """Numbers per token, 0 where it does not train."""
