@@ -151,8 +151,8 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
 def _total_steps(config: Config, world: Dist, inputs: Inputs | None) -> int:
     """Steps of the run, the same on every rank; 0 when it does not train."""
     batches = len(inputs.train_rows) // config.data.train_batch_size if inputs else 0
-    (per_epoch,) = world.sum_floats([batches])  # only rank 0 has rows
-    return config.trainer.total_training_steps or int(per_epoch) * config.trainer.total_epochs
+    per_epoch = world.gather(batches)[0]  # only rank 0 has rows
+    return config.trainer.total_training_steps or per_epoch * config.trainer.total_epochs
 
 
 def _load(

@@ -62,11 +62,6 @@ class Steps:
         """Of the step at work; 0 before the first."""
         return self._progress.number
 
-    @property
-    def total(self) -> int:
-        """The number of the last step."""
-        return self._progress.total
-
     def __enter__(self) -> Self:
         return self
 
@@ -80,13 +75,13 @@ class Steps:
         resumed, metrics = await self._progress.restore()
         if self._run.inputs and not self._is_replay:
             decode = self._run.inputs.tokenizer.decode
-            records = Records(self._config, self.total, resumed, decode)
+            records = Records(self._config, self._progress.total, resumed, decode)
             self._records = self._stack.enter_context(records)
             if metrics and records.lacks_resumed:
                 await records.log(self.number, metrics)
 
     def __iter__(self) -> Iterator[int]:
-        while self.number < self.total:
+        while self.number < self._progress.total:
             self._progress.begin_step()
             self._metrics = Metrics()
             self._started = time.perf_counter()
@@ -221,7 +216,7 @@ class Steps:
 
     def due(self, every: int) -> bool:
         """Whether this step is one of `every` so many, or the last."""
-        return every > 0 and (self.number % every == 0 or self.number == self.total)
+        return every > 0 and (self.number % every == 0 or self.number == self._progress.total)
 
     async def save(self) -> None:
         """Write a checkpoint. The training goes on meanwhile (trainer.async_save), the end of the
@@ -232,7 +227,7 @@ class Steps:
             await self._run.on_trainer(self._run.world.release_memory)
             if self._run.manager:
                 await self._run.manager.wake_up()
-        if self.number == self.total:
+        if self.number == self._progress.total:
             await self._run.on_trainer(self._progress.checkpoints.wait)
 
     async def record(self, batch: MicroBatch) -> None:
@@ -302,8 +297,7 @@ class Steps:
         wanted = self._run.manager is not None and missing and (not limit or num_batches < limit)
         if self._run.reward_model is None and not self._tail:
             return wanted
-        [ranks] = await self._run.on_trainer(self._run.world.sum_floats, [float(wanted)])
-        return ranks > 0
+        return (await self._run.on_trainer(self._run.world.gather, wanted))[0]
 
     async def _generate_batch(self) -> list[Group]:
         """One batch of prompts; the groups that are left of it."""
