@@ -46,9 +46,7 @@ class Records:
         if (self._resumed or 0) < self._total_steps:  # else it says how the steps came about
             (trainer.run_dir / "config.yaml").write_text(to_yaml(self._config))
         self.lacks_resumed = self._resumed is not None and not self._is_recorded(self._resumed)
-        resumed_at = self._resumed
-        if resumed_at is not None and self.lacks_resumed:
-            resumed_at -= 1
+        resumed_at = None if self._resumed is None else self._resumed - self.lacks_resumed
         tracking = Tracking(
             trainer.logger, trainer.run_dir, asdict(self._config), resumed_at=resumed_at
         )
