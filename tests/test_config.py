@@ -131,6 +131,11 @@ def test_a_key_of_verls_is_told_what_to_write(override: str, message: str) -> No
         ("algorithm.options=3", "algorithm.options: got 3; must be a mapping"),
         ("model.path={x: 1}", "model.path: got {'x': 1}; must be a text"),
         ("rollout.n=[1", "rollout.n: got '[1'; not valid YAML"),
+        (
+            "rollout.multi_turn.stop_when=####",
+            "stop_when: got '####'; a comment in YAML from the # on: quote it, rollout.multi_turn.",
+        ),
+        ("trainer.experiment_name=run #3", "got 'run #3'; a comment in YAML from the # on: quote"),
         ("trainer.experiment_name=${nope}", "trainer.experiment_name: Interpolation key 'nope'"),
         ("rollout.n=${model.path}", "Value 'm' of type 'str' could not be converted to Integer"),
     ],

@@ -91,13 +91,16 @@ def _read_file(file: str) -> DictConfig:
 
 
 def _read_override(override: str) -> DictConfig:
+    key, _, value = override.partition("=")
+    quoted = f"quote it, {key}='\"...\"'"
     try:
+        node = yaml.compose(value)
+        if value[node.end_mark.index if node else 0 :].strip():
+            problem = "a comment in YAML from the # on"
+            raise ConfigError(f"{key}: got {value!r}; {problem}: {quoted}")
         return OmegaConf.from_dotlist([override])
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        key, _, value = override.partition("=")
-        raise ConfigError(
-            f"{key}: got {value!r}; not valid YAML: quote it, {key}='\"...\"'"
-        ) from error
+        raise ConfigError(f"{key}: got {value!r}; not valid YAML: {quoted}") from error
 
 
 def _check_section(content: Any, section: type, prefix: str, place: str) -> None:
