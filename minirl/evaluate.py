@@ -51,10 +51,12 @@ async def validate(run: Run, step: int) -> tuple[dict[str, float], list[Trajecto
 
 
 def _accuracy(trajectory: Trajectory) -> float | None:
-    """What the reward function says; None = by the score. A reward model's score is no success."""
-    if "acc" in trajectory.reward_breakdown:
+    """What the reward function says; None = by the score. A reward model's score is no success, and
+    what `dapo` takes off for length no failure."""
+    breakdown = trajectory.reward_breakdown
+    if "acc" in breakdown:
         return reward_number(trajectory, "acc")
-    rule = trajectory.reward_breakdown.get("rule_score")
+    rule = breakdown.get("score", breakdown.get("rule_score"))
     return None if rule is None else float(rule >= 1)
 
 

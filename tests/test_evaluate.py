@@ -62,3 +62,14 @@ async def test_a_failed_answer_counts_as_wrong(project: Path, tmp_path: Path) ->
     assert metrics["val-core/calculator/acc/pass@4"] == 0.75
     assert again == metrics  # the same seeds at every step
     assert SOCKETS.path is not None and not SOCKETS.path.exists()
+
+
+async def test_a_right_answer_that_is_punished_for_its_length_is_right(project: Path) -> None:
+    config = make_config(
+        project, "long", f"data.val_files=[{project}/rows.jsonl]",
+        "reward.reward_manager=dapo", "reward.overlong_buffer={len: 64}",
+    )  # fmt: skip
+    async with scripted_run(config, training=False) as run:
+        metrics, trajectories = await validate(run, step=0)
+    assert max(t.reward or 0.0 for t in trajectories) < 1
+    assert metrics["val-core/calculator/acc/mean@1"] == 0.5
