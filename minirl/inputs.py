@@ -177,10 +177,13 @@ def _read_rows(config: Config, parts: AgentParts, key: str, files: list[str]) ->
 
     def count_tokens(row: Row) -> int:
         try:
-            return len(parts.chat.prompt(row["prompt"], schemas(parts.tools)))
+            text = parts.chat.render(row["prompt"], schemas(parts.tools))
         except ChatTemplateError as error:
             problem = f"prompt {row['prompt']!r} cannot be rendered: {error}"
             raise ConfigError(f"{key}: {problem}") from error
+        # No token is shorter than a character, and to encode a million prompts takes minutes.
+        fits = text.isascii() and len(text) <= config.data.max_prompt_length
+        return len(text) if fits else len(parts.chat.encode(text))
 
     return filter_overlong(
         rows,

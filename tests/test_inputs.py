@@ -8,11 +8,12 @@ import pytest
 import yaml
 
 from minirl.agent_loop import AgentLoopContext, SingleTurnAgentLoop, make_agent_loop
+from minirl.chat import ChatBuilder
 from minirl.config import ConfigError, load_config
 from minirl.distributed import place
 from minirl.inputs import Inputs, read_inputs
 from minirl.rollout.vllm_server import check_vllm
-from minirl.testing import CHATML_TEMPLATE, tiny_model
+from minirl.testing import CHATML_TEMPLATE, byte_tokenizer, tiny_model
 
 CALCULATOR = "minirl.tools.calculator:CalculatorTool"
 
@@ -294,6 +295,22 @@ def test_a_prompt_that_the_template_refuses(project: Path, tmp_path: Path) -> No
     found = problem(project, f"model.chat_template={file}")
     assert found.startswith("data.train_files: prompt [{'role': 'user', 'content': 'What is 3 + 3")
     assert "no threes" in found
+
+
+def test_only_prompts_that_may_be_too_long_are_encoded(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded, encode = [], ChatBuilder.encode
+    monkeypatch.setattr(ChatBuilder, "encode", lambda c, t: (encoded.append(t), encode(c, t))[1])
+    questions = ["Why?", "Why é?", "Why so long?" * 10]
+    prompts = [[{"role": "user", "content": question}] for question in questions]
+    path = write_rows(tmp_path / "rows.jsonl", [make_row(0, prompt=prompt) for prompt in prompts])
+    limits = ["data={max_prompt_length: 100, filter_overlong_prompts: true, train_batch_size: 1}"]
+    kept = read(project, *limits, f"data.train_files=[{path}]").train_rows
+    assert [row["prompt"] for row in kept] == prompts[:2]
+    assert [text for text in encoded if "Why" in text] == [
+        ChatBuilder(byte_tokenizer()).render(prompt) for prompt in prompts[1:]
+    ]
 
 
 def test_tensor_parallel_size_divides_the_world() -> None:
