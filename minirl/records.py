@@ -1,10 +1,11 @@
 """What rank 0 shows and keeps of a run: trackers, display, trajectories."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from minirl.config import Config, to_yaml
 from minirl.display import Display
@@ -14,70 +15,65 @@ from minirl.trainer import packing
 from minirl.types import MicroBatch, Trajectory
 
 
-class Records:
+@contextmanager
+def open_records(
+    config: Config,
+    total_steps: int,
+    resumed: int | None,
+    decode: Callable[[list[int]], str],
+) -> Iterator["Records"]:
     """Open from a run's first step to its last.
 
     `resumed` is the step of the checkpoint from which the run goes on, 0 when it does so from its
     journal alone, None for a new run.
     """
+    trainer, start_step = config.trainer, resumed or 0
+    trainer.run_dir.mkdir(parents=True, exist_ok=True)
+    for path in (trainer.run_dir / "config.yaml", trainer.run_dir / "trajectories"):
+        if resumed is None and path.exists():  # of an earlier run
+            path.rename(free_name(path))
+    if start_step < total_steps:  # else it says how the steps came about
+        (trainer.run_dir / "config.yaml").write_text(to_yaml(config))
+    lacks_resumed = resumed is not None and not _is_recorded(trainer.run_dir, resumed)
+    resumed_at = None if resumed is None else resumed - lacks_resumed
+    settings = asdict(config)
+    with (
+        Tracking(trainer.logger, trainer.run_dir, settings, resumed_at=resumed_at) as tracking,
+        Display(total_steps, trainer.experiment_name, start_step=start_step) as display,
+        Traces(config, decode) as traces,
+    ):
+        if resumed is not None:
+            over = "" if start_step < total_steps else "; no step is left to be trained"
+            display.message(f"resumed from step {resumed} of {trainer.run_dir}{over}")
+        yield Records(tracking, display, traces, lacks_resumed)
 
-    def __init__(
-        self,
-        config: Config,
-        total_steps: int,
-        resumed: int | None,
-        decode: Callable[[list[int]], str],
-    ) -> None:
-        self.lacks_resumed = False
-        """The run was killed when the step's checkpoint was complete and its numbers were not
-        recorded: they have to be logged now."""
-        self._config = config
-        self._total_steps = total_steps
-        self._resumed = resumed
-        self._decode = decode
-        self._stack = ExitStack()
 
-    def __enter__(self) -> Self:
-        trainer = self._config.trainer
-        trainer.run_dir.mkdir(parents=True, exist_ok=True)
-        for path in (trainer.run_dir / "config.yaml", trainer.run_dir / "trajectories"):
-            if self._resumed is None and path.exists():  # of an earlier run
-                path.rename(free_name(path))
-        if (self._resumed or 0) < self._total_steps:  # else it says how the steps came about
-            (trainer.run_dir / "config.yaml").write_text(to_yaml(self._config))
-        self.lacks_resumed = self._resumed is not None and not self._is_recorded(self._resumed)
-        resumed_at = None if self._resumed is None else self._resumed - self.lacks_resumed
-        tracking = Tracking(
-            trainer.logger, trainer.run_dir, asdict(self._config), resumed_at=resumed_at
-        )
-        self._tracking = self._stack.enter_context(tracking)
-        start_step = self._resumed or 0
-        display = Display(self._total_steps, trainer.experiment_name, start_step=start_step)
-        self._display = self._stack.enter_context(display)
-        self._traces = self._stack.enter_context(Traces(self._config, self._decode))
-        if self._resumed is not None:
-            over = "" if start_step < self._total_steps else "; no step is left to be trained"
-            self._display.message(f"resumed from step {self._resumed} of {trainer.run_dir}{over}")
-        return self
+def _is_recorded(run_dir: Path, step: int) -> bool:
+    """Step 0, a validation, is repeated: it is part of no checkpoint."""
+    known = read_metrics(run_dir) if (run_dir / "metrics.jsonl").exists() else []
+    return step > 0 and step in {row["step"] for row in known}
 
-    def _is_recorded(self, step: int) -> bool:
-        """Step 0, a validation, is repeated: it is part of no checkpoint."""
-        run_dir = self._config.trainer.run_dir
-        known = read_metrics(run_dir) if (run_dir / "metrics.jsonl").exists() else []
-        return step > 0 and step in {row["step"] for row in known}
 
-    def __exit__(self, *exc_info: Any) -> None:
-        self._stack.__exit__(*exc_info)
+@dataclass(frozen=True)
+class Records:
+    """What `open_records` has opened."""
+
+    tracking: Tracking
+    display: Display
+    traces: Traces
+    lacks_resumed: bool
+    """The run was killed when the step's checkpoint was complete and its numbers were not recorded:
+    they have to be logged now."""
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
         """Show `name` as what is going on."""
-        return self._display.phase(name)
+        return self.display.phase(name)
 
     async def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the numbers of a step; in a thread, as some trackers wait for a server."""
-        metrics = {**metrics, **self._traces.metrics()}
-        await asyncio.to_thread(self._tracking.log, step, metrics)
-        self._display.step(step, metrics)
+        metrics = {**metrics, **self.traces.metrics()}
+        await asyncio.to_thread(self.tracking.log, step, metrics)
+        self.display.step(step, metrics)
 
     async def write(
         self,
@@ -89,7 +85,7 @@ class Records:
     ) -> None:
         """Keep those that rollout.trace asks for; `step_start` by time.perf_counter()."""
         await asyncio.to_thread(
-            self._traces.write, step, split, trajectories, step_start, token_values
+            self.traces.write, step, split, trajectories, step_start, token_values
         )
 
     async def write_step(
@@ -112,5 +108,5 @@ class Records:
 
         await self.write(step, "train", trajectories, step_start, token_values)
         if broken := [members[index] for index in sorted(bad)]:
-            write = self._traces.writer.write
+            write = self.traces.writer.write
             await asyncio.to_thread(write, step, "bad", broken, step_start)

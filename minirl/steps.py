@@ -15,7 +15,7 @@ from minirl.evaluate import validate
 from minirl.metrics import Metrics, slowest_metrics, timer, trajectory_metrics
 from minirl.progress import Progress, Record
 from minirl.ranks import RANKS
-from minirl.records import Records
+from minirl.records import Records, open_records
 from minirl.rollout.manager import REDUCED, groups_for_training, varied_groups
 from minirl.run import Run
 from minirl.scoring import score_with_model
@@ -75,8 +75,8 @@ class Steps:
         resumed, metrics = await self._progress.restore()
         if self._run.inputs and not self._is_replay:
             decode = self._run.inputs.tokenizer.decode
-            records = Records(self._config, self._progress.total, resumed, decode)
-            self._records = self._stack.enter_context(records)
+            opened = open_records(self._config, self._progress.total, resumed, decode)
+            self._records = records = self._stack.enter_context(opened)
             if metrics and records.lacks_resumed:
                 await records.log(self.number, metrics)
 

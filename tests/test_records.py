@@ -3,7 +3,7 @@ import json
 import pytest
 
 from minirl.config import load_config
-from minirl.records import Records
+from minirl.records import open_records
 from minirl.types import Trajectory
 
 
@@ -13,9 +13,9 @@ async def test_what_an_earlier_run_left_is_kept_and_does_not_mix(tmp_path, resum
         ["model.path=m", f"trainer.default_local_dir={tmp_path}", "trainer.logger=[jsonl]"]
     )
     trajectory = Trajectory(prompt_ids=[1])
-    with Records(config, 2, None, str) as records:
+    with open_records(config, 2, None, str) as records:
         await records.write(1, "val", [trajectory], 0.0)
-    with Records(config, 2, resumed, str) as records:
+    with open_records(config, 2, resumed, str) as records:
         await records.write(1, "train", [trajectory], 0.0)
 
     run_dir = config.trainer.run_dir
@@ -33,7 +33,7 @@ def test_a_run_that_is_over_says_so(tmp_path, capsys, total: int, left: str) -> 
     config.trainer.run_dir.mkdir()
     before = config.trainer.run_dir / "config.yaml"
     before.write_text("as it was trained")
-    with Records(config, total, 2, str):
+    with open_records(config, total, 2, str):
         pass
     assert (before.read_text() == "as it was trained") == bool(left)
     assert f"resumed from step 2 of {tmp_path}/minirl{left}\n" in capsys.readouterr().out
