@@ -67,7 +67,8 @@ async def ground_truth(row: Row, trajectories: Sequence[Trajectory], *, judge: J
 @JUDGES.register("verified")
 def verified(row: Row, trajectory: Trajectory) -> str:
     """What went wrong where answers are verified by a rule."""
-    if trajectory.reward is None or trajectory.reward >= SUCCESS:
+    score = trajectory.reward_breakdown.get("score", trajectory.reward)  # before dapo's penalty
+    if score is None or score >= SUCCESS:
         return ""
     if trajectory.termination != "stop":
         return "An earlier attempt was cut off before it had answered: be brief."

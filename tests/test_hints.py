@@ -21,6 +21,7 @@ async def test_default_hint_is_the_answer_and_each_remark_once():
     )
     trajectories = [
         answered(1.0, answer="42"),
+        answered(0.9, answer="42", reward_breakdown={"score": 1.0, "overlong_reward": -0.1}),
         answered(0.0, answer="41"),
         answered(0.0, answer="41"),
         answered(0.0, termination="response_length"),
