@@ -160,9 +160,12 @@ def _read_rows(config: Config, parts: AgentParts, key: str, files: list[str]) ->
     for file in files:
         for number, row in enumerate(load_rows([file])):
             place = f"{file}: row {number}, column"
+            for column in ("images", "videos", "audios"):
+                if row.get(column):
+                    raise ConfigError(f"{place} {column}: a policy reads text only; drop such rows")
             if name := row.get("agent_name"):
                 check_agent_loop(f"{place} agent_name", name, parts.agent_loops)
-            if (name or config.rollout.agent.default_agent_loop) != "single_turn_agent":
+            if (name or config.rollout.agent.default_agent_loop) == "tool_agent":
                 named(f"{file}: row {number}", selected_tools, row, parts.tools)
             user = ((row.get("extra_info") or {}).get("interaction_kwargs") or {}).get("name")
             if user is not None:

@@ -185,6 +185,7 @@ def test_bad_settings(
             make_row(1, agent_name="tool_agnt"),
             "row 1, column agent_name: unknown agent loop 'tool_",
         ),
+        (make_row(1, images=[{"bytes": "/9j/"}]), "row 1, column images: a policy reads text only"),
         (make_row(1, agent_name="patient"), "row 1, column agent_name: unknown agent loop 'patien"),
         (
             make_row(1, data_source="gsm8k"),
