@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from minirl.agent_loop import AGENT_LOOPS, TOOL_PARSERS
 from minirl.agent_loop.base import selected_tools
 from minirl.agent_loop.interaction import check_interaction
-from minirl.chat import ChatTemplateError
+from minirl.chat import ChatBuilder, ChatTemplateError
 from minirl.checks import check_algorithms
 from minirl.config import Config, ConfigError, require
 from minirl.data import Row, filter_overlong, load_rows
@@ -154,15 +155,33 @@ def _has_spec(name: str) -> bool:
     return name != "__main__" and importlib.util.find_spec(name) is not None
 
 
+def _check_role(role: str, messages: list[Any], chat: ChatBuilder, place: str) -> None:
+    """ConfigError for a role that the chat template does not know, and whose messages it skips."""
+    other = [
+        # a turn that calls tools may be shown without what it says beside
+        {**m, "content": "other words"} if m["role"] == role and not m.get("tool_calls") else m
+        for m in messages
+    ]
+    with suppress(ChatTemplateError):  # a prompt that cannot be rendered is told as a whole
+        if other != messages and chat.render(other) == chat.render(messages):
+            raise ConfigError(
+                f"{place}: the chat template leaves out messages of role {role!r}; write one that "
+                "it knows, such as user"
+            )
+
+
 def _read_rows(config: Config, parts: AgentParts, key: str, files: list[str]) -> list[Row]:
     require(bool(files), key, files, "name at least one .parquet or .jsonl file")
-    rows = []
+    rows, roles = [], set[str]()
     for file in files:
         for number, row in enumerate(load_rows([file])):
             place = f"{file}: row {number}, column"
             for column in ("images", "videos", "audios"):
                 if row.get(column):
                     raise ConfigError(f"{place} {column}: a policy reads text only; drop such rows")
+            for role in {message["role"] for message in row["prompt"]} - roles:
+                roles.add(role)
+                _check_role(role, row["prompt"], parts.chat, f"{place} prompt")
             if name := row.get("agent_name"):
                 check_agent_loop(f"{place} agent_name", name, parts.agent_loops)
             if (name or config.rollout.agent.default_agent_loop) == "tool_agent":

@@ -192,6 +192,10 @@ def test_bad_settings(
             "row 1, column data_source: unknown reward function for data_source 'gsm8k' (known: "
             "calculator, openai/gsm8k); name your own in reward.custom_reward_function",
         ),
+        (
+            make_row(1, prompt=[{"role": "human", "content": "?"}]),
+            "row 1, column prompt: the chat template leaves out messages of role 'human'; write",
+        ),
         ({"prompt": make_row(1)["prompt"]}, "row 1, column data_source: unknown reward function"),
     ],
 )
