@@ -66,6 +66,7 @@ class KeepingServer(VLLMServer):
                 sampling = SamplingParams(
                     **params,
                     logprobs=0,
+                    flat_logprobs=True,
                     detokenize=False,
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 )

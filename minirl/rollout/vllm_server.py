@@ -195,6 +195,7 @@ class VLLMServer(AsyncServerBase):
             params = SamplingParams(
                 **sampling_params,
                 logprobs=0,  # of the sampled token only
+                flat_logprobs=True,  # not two objects per token, for the garbage collector
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 skip_clone=True,  # nobody else has these
@@ -209,14 +210,9 @@ class VLLMServer(AsyncServerBase):
 
     def _to_tokens(self, final: Any) -> TokenOutput:
         output = final.outputs[0]
-        token_ids = list(output.token_ids)
-        logprobs = [
-            position[token].logprob
-            for token, position in zip(token_ids, output.logprobs or [], strict=True)
-        ]
         return TokenOutput(
-            token_ids=token_ids,
-            logprobs=logprobs,
+            token_ids=list(output.token_ids),
+            logprobs=output.logprobs.logprobs if output.logprobs else [],
             finish_reason=output.finish_reason or "abort",
             num_cached_tokens=final.num_cached_tokens or 0,
             num_preempted=getattr(final.metrics, "num_preemptions", 0),  # not in vLLM 0.25

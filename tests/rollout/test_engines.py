@@ -218,6 +218,17 @@ async def test_finish_reasons_and_cached_tokens(pair: Pair) -> None:
         assert ended.num_cached_tokens >= 64  # whole blocks of the 100 tokens
 
 
+async def test_vllm_makes_no_object_per_log_probability(pair: Pair, monkeypatch: Any) -> None:
+    if not isinstance(pair.server, VLLMServer):
+        pytest.skip("vLLM makes two, unless told otherwise")
+    finals, to_tokens = [], pair.server._to_tokens
+    monkeypatch.setattr(pair.server, "_to_tokens", lambda f: (finals.append(f), to_tokens(f))[1])
+    output = await pair.client.generate([5] * 40, {"temperature": 1.0, "max_tokens": 6}, "flat")
+    given = finals[0].outputs[0].logprobs
+    assert (type(given).__name__, given.token_ids) == ("FlatLogprobs", output.token_ids)
+    assert len(output.logprobs) == len(output.token_ids)
+
+
 async def until(pair: Pair, condition: Callable[[int], bool]) -> None:
     for _ in range(10_000):
         if condition((await pair.client.stats()).num_running):
