@@ -152,8 +152,9 @@ class HostedEngine:
         self._manager.abort_request(rid=_rid(request_id))
 
     async def sleep(self, level: int = 1) -> None:
-        """See AsyncServerBase. At level 1 the weights stay on the device: SGLang copies them to the
-        host at every sleep, or never, by an argument of its start."""
+        """See AsyncServerBase; what still runs is waited for. At level 1 the weights stay on the
+        device: SGLang copies them to the host at every sleep, or never, by an argument of its
+        start."""
         tags = ({"kv_cache", "weights"} if level > 1 else {"kv_cache"}) - self._asleep
         if self._can_sleep and tags:
             from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
