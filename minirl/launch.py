@@ -6,6 +6,7 @@
 import asyncio
 import logging
 import multiprocessing
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -176,5 +177,8 @@ def _fail(error: BaseException) -> NoReturn:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
+        if multiprocessing.parent_process() is None:  # else the folder is that one's
+            # What agent-loop workers are started through is in it; only sys.exit would remove it.
+            shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
     finally:  # though nobody may read: Ctrl-C ends the `tee` behind the run, too
         os._exit(status)

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import stat
+import subprocess
 import sys
 import tempfile
 import time
@@ -191,6 +192,26 @@ def test_a_failure_is_told_in_one_line(run: Run, main: Any) -> None:
 
 def test_a_failure_that_nobody_reads_ends_all_the_same(run: Run) -> None:
     assert run(fails_with_nobody_to_tell, "model.path=m").end() == (1, "")
+
+
+FAILS_WITH_WORKERS = """
+from multiprocessing.forkserver import ensure_running
+from minirl.launch import run_command
+
+async def main(config):
+    ensure_running()
+    raise FloatingPointError("planted")
+
+run_command(main, ["model.path=m"], usage="")
+"""
+
+
+def test_the_folder_through_which_workers_are_started_does_not_stay(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", FAILS_WITH_WORKERS]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "minirl: FloatingPointError: planted\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_first_rank_to_fail_tells_why_for_all(run: Run, tmp_path: Path) -> None:
