@@ -12,9 +12,10 @@ from torch import Tensor
 
 from minirl.config import Config, load_config
 from minirl.distributed import distributed
+from minirl.inputs import SERVERS  # which has every engine: one test alone imports few of them
 from minirl.launch import TrainerThread
 from minirl.rollout.client import AsyncLLMServerManager
-from minirl.rollout.server import SERVERS, AsyncServerBase, ServerClient, ServerService
+from minirl.rollout.server import AsyncServerBase, ServerClient, ServerService
 from minirl.rollout.weight_sync import Bucket, WeightSync
 from minirl.trainer import packing
 from minirl.trainer.policy import PolicyTrainer
