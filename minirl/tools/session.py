@@ -9,7 +9,6 @@ import types
 import uuid
 import weakref
 from collections.abc import Coroutine, Generator, Mapping
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -70,12 +69,7 @@ class ToolSession:
     async def __aenter__(self) -> "ToolSession":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
         failures = await _uncancelled(self._release_all()) if self._instances else []
         if failures and error is None:
             raise failures[0]
