@@ -255,10 +255,12 @@ class ServerService:
         task.add_done_callback(lambda _: self._running.pop((caller, call.id)))
 
     def _cancel(self, caller: bytes, call: Call) -> None:
-        for key, task in self._running.items():
-            if call.method == CANCEL and key == (caller, call.arguments["number"]):
-                task.cancel()
-            if call.method == FORGET and key[0] == call.arguments["caller"]:
+        if call.method == FORGET:
+            ended = [key for key in self._running if key[0] == call.arguments["caller"]]
+        else:
+            ended = [(caller, call.arguments["number"])]
+        for key in ended:
+            if task := self._running.get(key):  # else it has answered
                 task.cancel()
 
     async def _answer(self, socket: MessageSocket, caller: bytes, call: Call) -> None:
