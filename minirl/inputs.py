@@ -170,31 +170,37 @@ def _check_role(role: str, messages: list[Any], chat: ChatBuilder, place: str) -
             )
 
 
+def _check_row(row: Row, config: Config, parts: AgentParts, place: str) -> None:
+    """ConfigError for what a row, at `place`, has and cannot be used."""
+    extra_info = row.get("extra_info") or {}
+    for column in ("images", "videos", "audios"):
+        if row.get(column):
+            raise ConfigError(f"{place}, column {column}: a policy reads text only; drop such rows")
+    if name := row.get("agent_name"):
+        check_agent_loop(f"{place}, column agent_name", name, parts.agent_loops)
+    if (name or config.rollout.agent.default_agent_loop) == "tool_agent":
+        named(place, selected_tools, row, parts.tools)
+    user = (extra_info.get("interaction_kwargs") or {}).get("name")
+    if user is not None:
+        column = f"{place}, column extra_info.interaction_kwargs.name"
+        named(column, check_interaction, user, parts.interactions)
+    if config.reward.by_data_source:
+        named(f"{place}, column data_source", SCORERS.find, row.get("data_source") or "")
+    if config.rollout.agent.num_workers:
+        for column, value in row.items():
+            to_wire(value, f"{place}, column {column}")
+
+
 def _read_rows(config: Config, parts: AgentParts, key: str, files: list[str]) -> list[Row]:
     require(bool(files), key, files, "name at least one .parquet or .jsonl file")
     rows, roles = [], set[str]()
     for file in files:
         for number, row in enumerate(load_rows([file])):
-            place = f"{file}: row {number}, column"
-            for column in ("images", "videos", "audios"):
-                if row.get(column):
-                    raise ConfigError(f"{place} {column}: a policy reads text only; drop such rows")
+            place = f"{file}: row {number}"
             for role in {message["role"] for message in row["prompt"]} - roles:
                 roles.add(role)
-                _check_role(role, row["prompt"], parts.chat, f"{place} prompt")
-            if name := row.get("agent_name"):
-                check_agent_loop(f"{place} agent_name", name, parts.agent_loops)
-            if (name or config.rollout.agent.default_agent_loop) == "tool_agent":
-                named(f"{file}: row {number}", selected_tools, row, parts.tools)
-            user = ((row.get("extra_info") or {}).get("interaction_kwargs") or {}).get("name")
-            if user is not None:
-                column = f"{place} extra_info.interaction_kwargs.name"
-                named(column, check_interaction, user, parts.interactions)
-            if config.reward.by_data_source:
-                named(f"{place} data_source", SCORERS.find, row.get("data_source") or "")
-            if config.rollout.agent.num_workers:
-                for column, value in row.items():
-                    to_wire(value, f"{place} {column}")
+                _check_role(role, row["prompt"], parts.chat, f"{place}, column prompt")
+            _check_row(row, config, parts, place)
             rows.append(row)
 
     def count_tokens(row: Row) -> int:
