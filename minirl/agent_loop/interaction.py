@@ -7,6 +7,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +48,20 @@ class Interaction(ABC):
         """Drop the state of one conversation; for as long as a tool's release may take (10 s)."""
 
 
+@dataclass(frozen=True)
 class User:
-    """The interaction of one conversation, or nobody."""
+    """The interaction of one conversation."""
 
-    def __init__(
-        self, interaction: Interaction | None, instance_id: str, kwargs: Mapping[str, Any]
-    ) -> None:
-        self._interaction, self._instance_id, self._kwargs = interaction, instance_id, kwargs
+    interaction: Interaction
+    instance_id: str
+    kwargs: Mapping[str, Any]
 
     async def answer(self, trajectory: Trajectory) -> Messages:
         """What the user says to the last turn, as messages to append: none when it is over."""
-        if self._interaction is None:
-            return []
         start = time.perf_counter()
         with WAITS.on("the simulated user"):
-            text, done, reward = await self._interaction.generate_response(
-                self._instance_id, list(trajectory.messages), **self._kwargs
+            text, done, reward = await self.interaction.generate_response(
+                self.instance_id, list(trajectory.messages), **self.kwargs
             )
         if not math.isfinite(reward):  # it would reach every advantage of the step
             raise ValueError(f"generate_response() returned the reward {reward}")
@@ -76,12 +75,12 @@ class User:
 @asynccontextmanager
 async def simulated_user(
     interactions: Mapping[str, Interaction], row: Mapping[str, Any]
-) -> AsyncIterator[User]:
-    """The user of `extra_info.interaction_kwargs.name`, started and in the end finalized."""
+) -> AsyncIterator[User | None]:
+    """The user of `extra_info.interaction_kwargs.name`, if any: started, in the end finalized."""
     kwargs = dict((row.get("extra_info") or {}).get("interaction_kwargs") or {})
     name = kwargs.pop("name", None)
     if name is None:
-        yield User(None, "", {})
+        yield None
         return
     check_interaction(name, interactions)
     interaction = interactions[name]

@@ -24,7 +24,7 @@ class ToolAgentLoop(AgentLoopBase):
                 answers = []
                 if reason is None:
                     answers = await tools.call(trajectory, calls)
-                elif reason == "stop" and not self._is_final(text):
+                elif user and reason == "stop" and not self._is_final(text):
                     answers = await user.answer(trajectory)
                     reason = self.limit_reached(trajectory) if answers else reason
                 if reason is not None:
