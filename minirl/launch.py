@@ -23,7 +23,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import uvloop
 
 from minirl.config import Config, ConfigError, load_config
-from minirl.ranks import RANKS, RankFailedError
+from minirl.ranks import RANKS, RankFailedError, first_cause
 from minirl.tools.threads import DaemonThreads
 from minirl.waits import WAITS
 
@@ -108,7 +108,7 @@ def run_command(
         config = load_config(arguments)
         uvloop.run(_until_signal(main(config)))
     except BaseException as error:
-        _fail(_first_cause(error))
+        _fail(first_cause(error))
     SOCKETS.remove()
     sys.exit(0)
 
@@ -144,12 +144,6 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _fail(error: BaseException) -> NoReturn:

@@ -37,6 +37,13 @@ class RankFailedError(RuntimeError):
     """Another rank failed; the message is its own."""
 
 
+def first_cause(error: BaseException) -> BaseException:
+    """The first error in a group of errors, or the error itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where a rank is."""
@@ -146,9 +153,8 @@ class Ranks:
         """This rank fails of itself; the first reason counts."""
         because_of_another = isinstance(error, RankFailedError | RankLostError)
         if self._place.state == "running" and not because_of_another:
-            while isinstance(error, ExceptionGroup):
-                error = error.exceptions[0]
-            words = f"rank {self._place.rank}: {type(error).__name__}: {error}"[:MAX_WORDS]
+            cause = first_cause(error)
+            words = f"rank {self._place.rank}: {type(cause).__name__}: {cause}"[:MAX_WORDS]
             self._update(state="failed", words=words)
 
     async def watch(self) -> None:

@@ -15,7 +15,8 @@ from minirl.journal import (
     _frame,
     read_journal,
 )
-from minirl.launch import SOCKETS, _first_cause
+from minirl.launch import SOCKETS
+from minirl.ranks import first_cause
 from minirl.replay import ReplayDiffersError, journal_path, main, replay
 from minirl.steps import BadStepsError
 from minirl.train import train
@@ -59,7 +60,7 @@ async def replay_it(run_dir: Path, step: int) -> None:
     try:
         await replay(run_dir, step, load_config([str(run_dir / "config.yaml")]))
     except ExceptionGroup as error:
-        raise _first_cause(error) from error
+        raise first_cause(error) from error
     finally:
         SOCKETS.remove()
 
@@ -116,7 +117,7 @@ async def test_the_bad_steps_that_ended_a_run_can_be_replayed(
     config = configure(project, "bad", "trainer={max_bad_steps: 2, save_freq: -1}")
     with pytest.raises(ExceptionGroup) as caught:
         await run_it(config)
-    assert isinstance(_first_cause(caught.value), BadStepsError)
+    assert isinstance(first_cause(caught.value), BadStepsError)
     await replay_it(config.trainer.run_dir, 2)
     assert "2 steps, all of them the same to the last bit" in capsys.readouterr().out
     assert not (config.trainer.run_dir / "replay" / "checkpoints").exists()

@@ -19,7 +19,8 @@ from minirl.algorithms import ADV_ESTIMATORS, POLICY_LOSSES, requirements
 from minirl.chat import ChatBuilder
 from minirl.config import ConfigError, load_config
 from minirl.hints import with_hint
-from minirl.launch import SOCKETS, _first_cause
+from minirl.launch import SOCKETS
+from minirl.ranks import first_cause
 from minirl.rollout import manager
 from minirl.steps import BadStepsError
 from minirl.testing import byte_tokenizer, tiny_model
@@ -90,7 +91,7 @@ async def train(project: Path, name: str, *overrides: str) -> list[dict[str, Any
     try:
         await main(load_config(arguments))
     except BaseExceptionGroup as group:
-        raise _first_cause(group) from group
+        raise first_cause(group) from group
     finally:
         SOCKETS.remove()
     return read_metrics(project / "runs" / name)[1:]

@@ -22,6 +22,7 @@ import zmq
 
 from minirl.agent_loop import ServerError
 from minirl.config import Config
+from minirl.ranks import first_cause
 from minirl.registry import Registry
 from minirl.rollout.sockets import MessageSocket
 from minirl.rollout.wire import decode_extension, encode_number
@@ -274,7 +275,7 @@ class ServerService:
             encoded = msgspec.msgpack.encode(result, enc_hook=encode_number)
             return Reply(call.id, msgspec.Raw(encoded))
         except Exception as failure:
-            error = _first_cause(failure)
+            error = first_cause(failure)
             kinds = [kind for kind, cls in ERRORS.items() if isinstance(error, cls)]
             words = str(error) if kinds else f"{type(error).__name__}: {error}"
             if not kinds:
@@ -386,9 +387,3 @@ class ServerClient:
         for answer in self._pending.values():
             if not answer.done():
                 answer.set_exception(self.lost_error(self._lost))
-
-
-def _first_cause(error: Exception) -> Exception:
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
