@@ -37,9 +37,8 @@ def load_hint(config: CPOConfig) -> Hint:
     """
     hint = _find(HINTS, "hint_fn", config.hint_fn)
     judge = _find(JUDGES, "judge_fn", config.judge_fn)
-    if "judge" in option_names(hint):
-        return _async(partial(hint, judge=_async(judge)))
-    return _async(hint)
+    given = {"judge": partial(run_function, judge)} if "judge" in option_names(hint) else {}
+    return partial(run_function, hint, **given)
 
 
 def _find(registry: Registry[Any], key: str, name: str) -> Callable[..., Any]:
@@ -121,8 +120,3 @@ def _render(
         "because its agent loop or data.truncation changed it; train with an agent loop that "
         "begins with `self.start(raw_prompt)`, or with another algorithm.adv_estimator"
     )
-
-
-def _async(function: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, str]]:
-    """A plain function may wait or compute for long: it runs in a thread."""
-    return partial(run_function, function)
