@@ -27,6 +27,7 @@ from minirl.tracing import check_traces
 from minirl.tracking import check_trackers
 from minirl.trainer.checkpoint_folder import check_checkpoints
 from minirl.trainer.determinism import check_deterministic
+from minirl.trainer.fsdp import check_model
 from minirl.trainer.policy import check_config
 from minirl.trainer.reward_model import check_reward_model
 
@@ -191,6 +192,17 @@ def _check_row(row: Row, config: Config, parts: AgentParts, place: str) -> None:
             to_wire(value, f"{place}, column {column}")
 
 
+def _check_vocabulary(config: Config, parts: AgentParts, row: Row) -> None:
+    """ConfigError where the template's own tokens, or others of a prompt, are not the model's."""
+    known = check_model(config.model, config.max_model_len).get_text_config().vocab_size
+    largest = max(parts.chat.prompt(row["prompt"], schemas(parts.tools)), default=0)
+    words = (
+        f"the model knows {known} tokens, and its tokenizer writes a prompt with token {largest}"
+    )
+    words += "; give the model more (resize_token_embeddings)"
+    require(largest < known, "model.path", config.model.path, words)
+
+
 def _read_rows(config: Config, parts: AgentParts, key: str, files: list[str]) -> list[Row]:
     require(bool(files), key, files, "name at least one .parquet or .jsonl file")
     rows, roles = [], set[str]()
@@ -213,7 +225,7 @@ def _read_rows(config: Config, parts: AgentParts, key: str, files: list[str]) ->
         fits = text.isascii() and len(text) <= config.data.max_prompt_length
         return len(text) if fits else len(parts.chat.encode(text))
 
-    return filter_overlong(
+    kept = filter_overlong(
         rows,
         count_tokens,
         max_prompt_length=config.data.max_prompt_length,
@@ -221,3 +233,6 @@ def _read_rows(config: Config, parts: AgentParts, key: str, files: list[str]) ->
         truncation=config.data.truncation,
         place=key,
     )
+    for row in kept[:1]:
+        _check_vocabulary(config, parts, row)
+    return kept

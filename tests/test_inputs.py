@@ -314,8 +314,19 @@ def test_only_prompts_that_may_be_too_long_are_encoded(
     kept = read(project, *limits, f"data.train_files=[{path}]").train_rows
     assert [row["prompt"] for row in kept] == prompts[:2]
     assert [text for text in encoded if "Why" in text] == [
-        ChatBuilder(byte_tokenizer()).render(prompt) for prompt in prompts[1:]
+        ChatBuilder(byte_tokenizer()).render(prompts[i])
+        for i in (1, 2, 0)  # one for its tokens
     ]
+
+
+def test_tokens_that_the_model_does_not_know(project: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(project / "model", tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "vocab_size": 257}))
+    assert problem(project, f"model.path={folder}") == (
+        f"model.path: got '{folder}'; the model knows 257 tokens, and its tokenizer writes a "
+        "prompt with token 258; give the model more (resize_token_embeddings)"
+    )
 
 
 def test_tensor_parallel_size_divides_the_world() -> None:
