@@ -157,9 +157,14 @@ class AgentLoopManager:
 
     def _check_failures(self, trajectories: list[Trajectory]) -> None:
         rollout = self._config.rollout
+        was_sampled = any(t.num_turns for t in trajectories)
         trajectories = conversations(trajectories)
         errors = [str(t.error) for t in trajectories if t.termination == "error"]
         if not errors:
+            if trajectories and not was_sampled:
+                [(reason, count)] = Counter(t.termination for t in trajectories).most_common(1)
+                words = "no token was sampled: %d of %d trajectories ended by %s"
+                logger.warning(words, count, len(trajectories), reason)
             return
         cause, count = Counter(map(_cause, errors)).most_common(1)[0]
         example = next(error for error in errors if _cause(error) == cause)

@@ -723,6 +723,13 @@ async def test_a_conversation_that_ends_without_an_answer_is_scored_all_the_same
     assert [t.reward for t in trajectories] == [0.0, 0.0]  # of an empty answer
 
 
+async def test_a_rollout_without_a_sampled_token_is_told(open_rollout: Opener, caplog: Any) -> None:
+    told = "no token was sampled: 3 of 3 trajectories ended by prompt_too_long"
+    async with open_rollout(right, "data.max_prompt_length=5") as rollout:
+        await rollout.manager.generate_sequences(prompts(3), step=1)
+    assert told in caplog.messages
+
+
 async def test_a_dead_engine_ends_the_rollout(open_rollout: Opener) -> None:
     def reply(request_id: str, turn: int, prompt_ids: list[int]) -> Any:
         if question(prompt_ids) == "3":
