@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -55,7 +56,13 @@ class VLLMServer(AsyncServerBase):
         self._stats = ServerStats()
 
     async def __aenter__(self) -> Self:
-        await asyncio.to_thread(self._start)  # 15 s in which the event loop stays free
+        # For vLLM's sockets, which stay when it ends.
+        self._folder = tempfile.TemporaryDirectory(prefix="minirl-vllm-")
+        try:  # 15 s in which the event loop stays free
+            await asyncio.to_thread(self._start, self._folder.name)
+        except BaseException:
+            self._folder.cleanup()
+            raise
         # Else the first requests ask for it, and `abort` does not know them meanwhile.
         await self._engine.get_supported_tasks()
         return self
@@ -64,12 +71,13 @@ class VLLMServer(AsyncServerBase):
         # Let go of it too: its finalizer does not work any more when the interpreter ends.
         engine = self.__dict__.pop("_engine")
         await asyncio.to_thread(engine.shutdown, SHUTDOWN_S)
+        self._folder.cleanup()
 
-    def _start(self) -> None:
+    def _start(self, socket_folder: str) -> None:
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         _log_to_file("vllm", self.log_file)
         with (
-            _environment(self._child_environment()),
+            _environment(self._child_environment() | {"VLLM_RPC_BASE_PATH": socket_folder}),
             _children_print_to(self.log_file),
             main_module_stays_here(),
         ):

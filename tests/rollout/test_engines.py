@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -63,6 +64,8 @@ async def pair(request: Any, tmp_path_factory: Any) -> AsyncIterator[Pair]:
     ]
     async with open_pair(folder, model, *settings) as pair:
         yield pair
+    if isinstance(pair.server, VLLMServer):
+        assert Path(pair.server._folder.name).name not in os.listdir(tempfile.gettempdir())
 
 
 def test_what_vllm_sets_for_its_children_is_for_them_only(monkeypatch: Any) -> None:
@@ -85,10 +88,15 @@ def test_a_gpu_needs_no_flashinfer(tmp_path: Path, monkeypatch: Any) -> None:
     assert not topk_topp_sampler.flashinfer_sampler_supported()
 
 
-def test_an_argument_that_vllm_does_not_have_is_named(tmp_path: Path) -> None:
+async def test_an_argument_that_vllm_does_not_have_is_named(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     config = load_config(["model.path=m", "rollout.engine_kwargs.max_num_sequences=4"])
     with pytest.raises(ConfigError, match=r"rollout\.engine_kwargs: .* 'max_num_sequences'"):
-        VLLMServer(config, log_file=tmp_path / "engine.log")._start()
+        async with VLLMServer(config, log_file=tmp_path / "engine.log"):
+            raise AssertionError("it started")
+    assert not [name for name in os.listdir(tmp_path) if name.startswith("minirl-")]
 
 
 @pytest.mark.parametrize("device_ids", [None, [0]])
@@ -116,6 +124,12 @@ async def test_the_first_request_of_all_can_be_aborted_as_soon_as_it_has_begun(p
     await asyncio.sleep(0)
     await pair.server.abort("first")
     assert (await call).finish_reason == "abort"
+
+
+async def test_vllms_sockets_are_in_a_folder_that_goes_with_the_engine(pair: Pair) -> None:
+    if not isinstance(pair.server, VLLMServer):
+        pytest.skip("its engine is this process")
+    assert os.listdir(pair.server._folder.name)
 
 
 async def test_engine_and_trainer_agree_from_the_start_and_over_five_syncs(pair: Pair) -> None:
