@@ -76,10 +76,11 @@ def to_rows(batch: MicroBatch, name: str) -> Tensor:
 
     Row i holds the response of sequence i; T is the longest response.
     """
-    where, (rows, columns), shape = _response_places(batch)
     values = getattr(batch, name)
-    padded = values.new_zeros(shape)
-    padded[rows, columns] = values[where]
+    responses = _responses(batch, values)
+    padded = values.new_zeros(batch.num_sequences, max(map(len, responses), default=0))
+    for row, response in zip(padded, responses, strict=True):
+        row[: len(response)] = response
     return padded
 
 
@@ -98,19 +99,17 @@ def response_values(batch: MicroBatch, sequence: int) -> dict[str, list[float]]:
 
 def from_rows(batch: MicroBatch, rows: Tensor) -> Tensor:
     """The inverse of `to_rows`: values [B, T] at their tokens, [N], 0 on prompts."""
-    where, (row, column), _ = _response_places(batch)
     packed = rows.new_zeros(batch.num_tokens)
-    packed[where] = rows[row, column]
+    for response, row in zip(_responses(batch, packed), rows, strict=True):
+        response.copy_(row[: len(response)])
     return packed
 
 
-def _response_places(batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[int, int]]:
-    """Response tokens [n], their (row, column), and the shape (B, T) of the rows."""
-    column = response_positions(batch)
-    where = (column >= 0).nonzero().squeeze(1)
-    longest = int((batch.lengths - batch.prompt_lengths).max()) if batch.num_sequences else 0
-    places = (batch.sequence_ids[where], column[where])
-    return where, places, (batch.num_sequences, longest)
+def _responses(batch: MicroBatch, values: Tensor) -> list[Tensor]:
+    """Of values [N], each sequence's response: views."""
+    sequences = values.split(batch.lengths.tolist())
+    starts = batch.prompt_lengths.tolist()
+    return [sequence[start:] for sequence, start in zip(sequences, starts, strict=True)]
 
 
 def response_positions(batch: MicroBatch) -> Tensor:

@@ -67,6 +67,9 @@ def test_rows_and_back():
     rows = packing.to_rows(batch, "token_rewards")
     assert rows.tolist() == [[0, 0, 1], [0, -1, 0]]
     assert torch.equal(packing.from_rows(batch, rows), batch.token_rewards)
+    nothing = packing.pack([], [], [])
+    rows = packing.to_rows(nothing, "token_rewards")
+    assert rows.shape == (0, 0) and packing.from_rows(nothing, rows).shape == (0,)
     big = make_batch()
     assert torch.equal(packing.from_rows(big, packing.to_rows(big, "advantages")), big.advantages)
 
