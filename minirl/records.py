@@ -2,10 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from minirl.config import Config, to_yaml
 from minirl.display import Display
@@ -64,10 +63,6 @@ class Records:
     lacks_resumed: bool
     """The run was killed when the step's checkpoint was complete and its numbers were not recorded:
     they have to be logged now."""
-
-    def phase(self, name: str) -> AbstractContextManager[Any]:
-        """Show `name` as what is going on."""
-        return self.display.phase(name)
 
     async def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the numbers of a step; in a thread, as some trackers wait for a server."""

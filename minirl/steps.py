@@ -93,7 +93,7 @@ class Steps:
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Time a part as `timing_s/<name>` and show it as the phase; the peak of its memory too."""
-        shown = self._records.phase(name) if self._records else nullcontext()
+        shown = self._records.display.phase(name) if self._records else nullcontext()
         RANKS.phase(f"step {self.number}, {name}")
         self._memory.take()
         with timer(self._metrics, name), shown:
