@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from minirl.config import ConfigError
+from minirl.config import Config, ConfigError, require
 
 Row = dict[str, Any]
 
@@ -91,6 +91,15 @@ def filter_overlong(
     return kept
 
 
+SAME_AGAIN = {
+    "seed": "trainer.seed",
+    "num_rows": "data.train_files, number of rows",
+    "batch_size": "data.train_batch_size",
+    "shuffle": "data.shuffle",
+}
+"""What a position in the data is worth nothing without, and whose key it is."""
+
+
 class PromptLoader:
     """Batches of rows without end; an epoch visits each row at most once.
 
@@ -148,13 +157,20 @@ class PromptLoader:
         Raises:
             ConfigError: the rows, the batch size or the seed are others than then.
         """
-        for key, now in self.state_dict().items():
-            if key not in ("epoch", "batch") and state[key] != now:
-                raise ConfigError(
-                    f"data: the checkpoint was made with {key}={state[key]}, now it is {now}; "
-                    "restore it, or start a new run with another trainer.experiment_name"
-                )
+        now = self.state_dict()
+        for name, key in SAME_AGAIN.items():
+            words = (
+                f"the checkpoint was made with {state[name]}; restore it, or start a new run with "
+            )
+            words += "another trainer.experiment_name"
+            require(state[name] == now[name], key, now[name], words)
         self.epoch, self.batch = state["epoch"], state["batch"]
+
+
+def prompt_loader(config: Config, rows: Sequence[Row]) -> PromptLoader:
+    """Of a run."""
+    data = config.data
+    return PromptLoader(rows, data.train_batch_size, seed=config.trainer.seed, shuffle=data.shuffle)
 
 
 @lru_cache(maxsize=1)  # a million rows take a second, in which the event loop stands still

@@ -13,7 +13,7 @@ from minirl.agent_loop.interaction import check_interaction
 from minirl.chat import ChatBuilder, ChatTemplateError
 from minirl.checks import check_algorithms
 from minirl.config import Config, ConfigError, require
-from minirl.data import Row, filter_overlong, load_rows
+from minirl.data import Row, filter_overlong, load_rows, prompt_loader
 from minirl.rewards import REWARD_MANAGERS, SCORERS
 from minirl.rewards.model import RewardModelInput, load_input
 from minirl.rollout.modes import MODES
@@ -60,9 +60,10 @@ def read_inputs(config: Config, *, training: bool = True) -> Inputs:
     _check_names(config)
     check_config(config)
     check_deterministic(config)
+    going_on_from = None
     if training:
         check_algorithms(config)
-        check_checkpoints(config)
+        going_on_from = check_checkpoints(config)
     parts = load_parts(config)
     read = partial(_read_rows, config, parts)
     train_rows = read("data.train_files", files.train_files) if training else []
@@ -74,6 +75,8 @@ def read_inputs(config: Config, *, training: bool = True) -> Inputs:
         files.train_batch_size,
         f"data.train_files have only {len(train_rows)} rows that can be used",
     )
+    if going_on_from:
+        prompt_loader(config, train_rows).load_state_dict(going_on_from["data"])
     loops = {row.get("agent_name") or config.rollout.agent.default_agent_loop for row in train_rows}
     multi_turn = config.rollout.multi_turn
     for key, unused, what in (

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from minirl import credit
-from minirl.data import PromptLoader
+from minirl.data import prompt_loader
 from minirl.journal import Journal, Journals, Outcome
 from minirl.run import Run
 from minirl.trainer.checkpoint_folder import complete, latest, set_aside
@@ -47,13 +47,7 @@ class Progress:
         """Of the step at work; 0 before the first."""
         self.total = record.last_step if record else run.total_steps
         if run.inputs:
-            data = run.config.data
-            self.loader = PromptLoader(
-                run.inputs.train_rows,
-                data.train_batch_size,
-                seed=self._trainer.seed,
-                shuffle=data.shuffle,
-            )
+            self.loader = prompt_loader(run.config, run.inputs.train_rows)
 
     async def restore(self) -> tuple[int | None, dict[str, float]]:
         """Go on where the run was: the step after which it does, None for a new run, and what the

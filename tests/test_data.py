@@ -217,10 +217,10 @@ def test_resuming_in_the_middle_equals_never_having_stopped(position):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (PromptLoader(ROWS, 2, seed=5), "batch_size=3, now it is 2"),
-        (PromptLoader(ROWS, 3, seed=6), "seed=5, now it is 6"),
-        (PromptLoader(ROWS[:9], 3, seed=5), "num_rows=10, now it is 9"),
-        (PromptLoader(ROWS, 3, seed=5, shuffle=False), "shuffle=True, now it is False"),
+        (PromptLoader(ROWS, 2, seed=5), r"data\.train_batch_size: got 2; .* made with 3"),
+        (PromptLoader(ROWS, 3, seed=6), r"trainer\.seed: got 6; the checkpoint was made with 5"),
+        (PromptLoader(ROWS[:9], 3, seed=5), r"data\.train_files, number of rows: got 9; .* 10"),
+        (PromptLoader(ROWS, 3, seed=5, shuffle=False), r"data\.shuffle: got False; .* with True"),
     ],
 )
 def test_a_position_in_other_data_is_refused(other, message):

@@ -10,6 +10,7 @@ import yaml
 from minirl.agent_loop import AgentLoopContext, SingleTurnAgentLoop, make_agent_loop
 from minirl.chat import ChatBuilder
 from minirl.config import ConfigError, load_config
+from minirl.data import PromptLoader
 from minirl.distributed import place
 from minirl.inputs import Inputs, read_inputs
 from minirl.rollout.vllm_server import check_vllm
@@ -317,6 +318,17 @@ def test_only_prompts_that_may_be_too_long_are_encoded(
         ChatBuilder(byte_tokenizer()).render(prompts[i])
         for i in (1, 2, 0)  # one for its tokens
     ]
+
+
+def test_a_run_goes_on_with_the_batches_of_its_checkpoint(project: Path, tmp_path: Path) -> None:
+    """Told before models are loaded."""
+    step = tmp_path / "run" / "checkpoints" / "step_000001"
+    step.mkdir(parents=True)
+    data = PromptLoader([{}] * 8, 3).state_dict()
+    (step / "meta.json").write_text(json.dumps({"bytes": {}, "extra": {"data": data}}))
+    folder = [f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=run"]
+    found = problem(project, *folder, "data.train_batch_size=4")
+    assert found.startswith("data.train_batch_size: got 4; the checkpoint was made with 3; restore")
 
 
 def test_tokens_that_the_model_does_not_know(project: Path, tmp_path: Path) -> None:

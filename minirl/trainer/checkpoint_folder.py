@@ -190,15 +190,17 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def check_checkpoints(config: Config) -> None:
+def check_checkpoints(config: Config) -> dict[str, Any] | None:
     """ConfigError when the latest checkpoint cannot be gone on from, as far as that shows at once,
-    or when none could be written."""
+    or when none could be written; the `extra` of the one that the run goes on from."""
     trainer = config.trainer
     directory = trainer.run_dir / "checkpoints"
+    extra = None
     try:
         path = latest(directory)
         if path and trainer.resume_mode != "disable":
             check_sizes(path)
+            extra = read_meta(path)["extra"]
         if trainer.save_freq > 0:
             directory.mkdir(parents=True, exist_ok=True)
             trial = directory / f".trial_{os.getpid()}"
@@ -212,3 +214,4 @@ def check_checkpoints(config: Config) -> None:
             f"{directory}: checkpoints cannot be read and written there ({error}); give this user "
             "the right to, or name another trainer.default_local_dir"
         ) from error
+    return extra
