@@ -13,6 +13,7 @@ import torch
 from scripted_run import SeededEngine, make_config, make_project, scripted_run
 
 from minirl import credit
+from minirl.agent_loop import AgentLoopOutput, SingleTurnAgentLoop
 from minirl.config import Config
 from minirl.rollout.manager import TooManyFailuresError
 from minirl.steps import Steps
@@ -370,3 +371,32 @@ async def test_due(project: Path) -> None:
                 for every, found in due.items():
                     found += [number] if steps.due(every) else []
     assert due == {-1: [], 1: [1, 2, 3, 4, 5, 6, 7], 3: [3, 6, 7], 100: [7]}
+
+
+class Helped(SingleTurnAgentLoop):
+    """Every turn gets half a point, as from a tool."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        trajectory = await super().run(sampling_params, **row)
+        trajectory.turn_rewards[-1] = 0.5
+        return trajectory
+
+
+@pytest.mark.parametrize(("tool_reward", "given"), [("turn", 0.5), ("outcome", 0.5), ("log", 0.0)])
+async def test_the_greedy_baseline_has_what_tools_gave(
+    project: Path, tool_reward: str, given: float
+) -> None:
+    config = make_config(
+        project, f"helped_{tool_reward}", "algorithm.adv_estimator=remax",
+        f"reward.tool_reward={tool_reward}", f"rollout.agent.default_agent_loop={__name__}:Helped",
+    )  # fmt: skip
+    async with scripted_run(config) as run:
+        with Steps(run) as steps:
+            await steps.start()
+            await steps.update_weights()
+            assert next(iter(steps)) == 1
+            groups = await steps.generate()
+    greedy = [t.reward for t in steps.trajectories if t.sample_index == -1]
+    assert groups and [group.greedy_reward for group in groups] == [
+        reward + given for reward in greedy if reward is not None
+    ]
