@@ -218,6 +218,12 @@ def num_threads(environment: Mapping[str, str]) -> int:
     return max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
+def compute_with(count: int) -> None:
+    """Have torch compute in this thread with `count` threads, whatever others are told later."""
+    torch.get_num_threads()  # or its first operation here would take what another thread was told
+    torch.set_num_threads(count)
+
+
 def place(config: Config, environment: Mapping[str, str]) -> Dist:
     """This rank's Dist from torchrun's variables; opens nothing."""
     local_rank = int(environment.get("LOCAL_RANK", 0))

@@ -45,14 +45,14 @@ class TrainerThread:
     """The one thread in which training steps and collectives run, in the order of the calls."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
 
     async def __call__(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run `function(*args, **kwargs)` there; the event loop goes on meanwhile."""
         loop, name = asyncio.get_running_loop(), getattr(function, "__qualname__", str(function))
         with WAITS.on(f"the trainer's {name}", logging.INFO):
             work = partial(RANKS.run, name, function, *args, **kwargs)
-            return await loop.run_in_executor(self._executor, copy_context().run, work)
+            return await loop.run_in_executor(self.executor, copy_context().run, work)
 
 
 class SocketFolder:

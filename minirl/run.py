@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from minirl.agent_loop import derive_seed
 from minirl.config import Config, ConfigError
-from minirl.distributed import Dist, distributed
+from minirl.distributed import Dist, compute_with, distributed
 from minirl.inputs import Inputs, read_inputs
 from minirl.launch import SOCKETS, TrainerThread, ended_by_signals
 from minirl.ranks import RANKS
@@ -102,6 +102,8 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
             world = stack.enter_context(distributed(config))
         if world.device.type == "cuda":
             await on_trainer(torch.cuda.set_device, world.device)  # each thread has its own
+        else:
+            await _compute_on(on_trainer, stack)
         stack.enter_context(WAITS.explained(config.rollout.stall_warning_s))
         CONVERSATION.set(f"rank {world.rank}")
         SOCKETS.join(await on_trainer(world.share_path, SOCKETS.make() if is_main else ""))
@@ -116,7 +118,9 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
                 # vLLM measures free memory while it starts: nobody else may take any.
                 await loading
                 await on_trainer(world.release_memory)
-            server = await _start_engine(config, world, stack) if world.is_leader else None
+            server = (
+                await _start_engine(config, world, on_trainer, stack) if world.is_leader else None
+            )
         policy, reference, critic, reward_model = loading.result()
         checkpoints = await on_trainer(_open_checkpoints, config, world) if training else None
         if checkpoints:
@@ -176,7 +180,19 @@ def _open_checkpoints(config: Config, world: Dist) -> Checkpoints:
     )
 
 
-async def _start_engine(config: Config, world: Dist, stack: AsyncExitStack) -> AsyncServerBase:
+async def _compute_on(on_trainer: TrainerThread, stack: AsyncExitStack) -> None:
+    """Give the cores to the trainer's thread alone. libgomp has threads of its own for each that
+    computes with several; with more of them than cores they sleep at every operation instead of
+    waiting for the next, which costs an update a fifth of its time (benchmarks/threads.py)."""
+    count = torch.get_num_threads()
+    await on_trainer(compute_with, count)
+    stack.callback(torch.set_num_threads, count)
+    torch.set_num_threads(1)  # this thread, and asyncio's
+
+
+async def _start_engine(
+    config: Config, world: Dist, on_trainer: TrainerThread, stack: AsyncExitStack
+) -> AsyncServerBase:
     """The engine of this rank's group, on the devices of the group's ranks."""
     size = world.tensor_parallel_size
     cores = len(os.sched_getaffinity(0)) // world.num_groups
@@ -189,6 +205,8 @@ async def _start_engine(config: Config, world: Dist, stack: AsyncExitStack) -> A
         device_ids=None if world.device.type == "cpu" else world.group_devices,
         # One core stays free for the event loop, which works while the engine does.
         num_threads=max(1, (cores - 1) // size),
+        # Of several ranks one may wait for the others there while its engine should go on.
+        executor=on_trainer.executor if world.world_size == 1 else None,
     )
     with WAITS.on(f"engine {world.group} to start", logging.INFO):  # minutes, for a large model
         return await stack.enter_async_context(server)

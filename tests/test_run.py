@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from multiprocessing.context import ForkServerContext
@@ -20,7 +21,7 @@ from scripted_run import make_config, make_project, scripted_run
 from minirl import run, train
 from minirl.config import Config, ConfigError, load_config
 from minirl.distributed import Dist
-from minirl.launch import run_command
+from minirl.launch import TrainerThread, run_command
 from minirl.rollout.vllm_server import VLLMServer
 from minirl.testing import ScriptedServer
 from minirl.tools import BaseTool
@@ -39,8 +40,47 @@ async def test_no_engine_draws_what_another_one_draws(monkeypatch: Any) -> None:
     async with AsyncExitStack() as stack:
         for rank in (0, 1, 0):
             world = Dist(rank=rank, world_size=2, local_rank=rank, device=torch.device("cpu"))
-            await run._start_engine(config, world, stack)
+            await run._start_engine(config, world, TrainerThread(), stack)
     assert seeds[0] == seeds[2] != seeds[1]
+
+
+async def test_on_a_cpu_the_trainers_thread_has_the_cores_to_itself(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Its own and libgomp's: a thread more than cores, and every operation would take longer."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    before = torch.get_num_threads()
+    setting = ("rollout.name=transformers", "trainer.deterministic=false")
+    config = make_config(make_project(tmp_path), "threads", *setting)
+    try:
+        async with run.open_run(config) as opened:
+            assert await opened.on_trainer(torch.get_num_threads) == 3
+            assert torch.get_num_threads() == 1
+            assert await asyncio.to_thread(torch.get_num_threads) == 1
+            names = {thread.name for thread in threading.enumerate()}
+            assert "trainer_0" in names and not any("engine" in name for name in names)
+        assert torch.get_num_threads() == 3  # as it was told at the start
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+async def test_an_engine_of_several_ranks_does_not_wait_for_their_trainers(
+    world_size: int, monkeypatch: Any
+) -> None:
+    """A trainer waits for the others, of which one may wait for what this engine generates."""
+    given = []
+
+    def make(config: Config, **placement: Any) -> ScriptedEngine:
+        given.append(placement["executor"])
+        return ScriptedEngine(ScriptedServer(None, []))
+
+    monkeypatch.setattr(run, "SERVERS", SimpleNamespace(find=lambda name: make))
+    world = Dist(rank=0, world_size=world_size, local_rank=0, device=torch.device("cpu"))
+    on_trainer = TrainerThread()
+    async with AsyncExitStack() as stack:
+        await run._start_engine(load_config(["model.path=x"]), world, on_trainer, stack)
+    assert given == [on_trainer.executor if world_size == 1 else None]
 
 
 class Endless(BaseTool):

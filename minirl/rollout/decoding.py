@@ -8,11 +8,13 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from minirl.types import FinishReason
 
@@ -55,53 +57,82 @@ class Request:
         return "length" if len(self.token_ids) >= self.params.max_tokens else None
 
 
+class _Layer(DynamicLayer):
+    """Keys and values of a layer [B, heads, L, head_dim]; the last column is not written yet."""
+
+    keys: Any
+    values: Any
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write that column, where transformers' own layer would copy all of them."""
+        self.keys[:, :, -1:], self.values[:, :, -1:] = key_states, value_states
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """The columns before it."""
+        return int(self.keys.shape[-2]) - 1
+
+
 class Batch:
     """The requests that are decoded together, and their keys and values.
 
-    keys and values of a layer: [B, heads, L, head_dim]; `mask` [B, L] is 0 on the left, where a
-    row has fewer than L tokens.
+    Of every layer there are buffers of both [rows, heads, columns, head_dim]: request i has row i,
+    from the column `_starts[i]` to `_end`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.requests: list[Request] = []
-        self._cache: list[tuple[Tensor, Tensor]] = []
-        self._mask = torch.zeros(0, 0, dtype=torch.long, device=model.device)
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._starts: list[int] = []
+        self._end = 0
 
     @torch.inference_mode()
     def step(self, joining: list[Request]) -> list[Request]:
         """Give every request its next token, those that join their first; returns what ended."""
         if self.requests:
+            self._make_room(len(self.requests), 0)
+            self._end += 1
+            first = min(self._starts)
+            window = slice(len(self.requests)), slice(None), slice(first, self._end)
+            layers: list[Any] = [
+                _Layer(keys[window], values[window]) for keys, values in self._buffers
+            ]
             tokens = [[request.token_ids[-1]] for request in self.requests]
-            self._mask = pad(self._mask, (0, 1), value=1)
-            self._cache = self._forward(self.requests, tokens, self._mask, self._cache)
+            padding = [start - first for start in self._starts]
+            self._forward(self.requests, tokens, padding, self._end - first, Cache(layers=layers))
         if joining:
-            longest = max(len(request.prompt_ids) for request in joining)
-            lengths = torch.tensor([len(r.prompt_ids) for r in joining])
-            mask = (torch.arange(longest) >= longest - lengths[:, None]).long()
-            tokens = [[0] * (longest - len(r.prompt_ids)) + r.prompt_ids for r in joining]
-            mask = mask.to(self.model.device)
-            self._merge(joining, self._forward(joining, tokens, mask, []), mask)
+            self._join(joining)
         ended = [request for request in self.requests if request.finish_reason]
         if ended:
-            self._keep([i for i, request in enumerate(self.requests) if not request.finish_reason])
+            self._drop_ended()
         return ended
 
     def _forward(
         self,
         requests: list[Request],
         tokens: list[list[int]],
-        mask: Tensor,
-        cache: list[tuple[Tensor, Tensor]],
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Sample a token behind `tokens` for each request; returns the keys and values so far."""
+        padding: list[int],
+        length: int,
+        cache: Cache,
+    ) -> None:
+        """Sample a token behind `tokens` for each request; `cache` has what is before them, in all
+        `length` columns, of which the first `padding` of a row are not its own."""
         input_ids = torch.tensor(tokens, device=self.model.device)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+        columns = torch.arange(length, device=self.model.device)
+        positions = columns - torch.tensor(padding, device=self.model.device)[:, None]
         output = self.model(
             input_ids=input_ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=DynamicCache(cache) if cache else DynamicCache(),
+            attention_mask=(positions >= 0).long(),
+            position_ids=positions[:, -input_ids.shape[1] :].clamp(min=0),
+            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         )
@@ -109,38 +140,65 @@ class Batch:
         for request, token_id, logprob in zip(requests, token_ids, logprobs, strict=True):
             request.token_ids.append(token_id)
             request.logprobs.append(logprob)
-        return [(layer.keys, layer.values) for layer in output.past_key_values.layers]
 
-    def _merge(
-        self, joining: list[Request], cache: list[tuple[Tensor, Tensor]], mask: Tensor
-    ) -> None:
-        """Put them below the others, the shorter ones padded on the left."""
-        length = max(mask.shape[1], self._mask.shape[1])
-        ours, theirs = length - self._mask.shape[1], length - mask.shape[1]
-        if self.requests:
-            self._cache = [
-                (
-                    torch.cat([pad(keys, (0, 0, ours, 0)), pad(new_keys, (0, 0, theirs, 0))]),
-                    torch.cat([pad(values, (0, 0, ours, 0)), pad(new_values, (0, 0, theirs, 0))]),
-                )
-                for (keys, values), (new_keys, new_values) in zip(self._cache, cache, strict=True)
-            ]
-            self._mask = torch.cat([pad(self._mask, (ours, 0)), pad(mask, (theirs, 0))])
-        else:
-            self._cache, self._mask = cache, mask
-        self.requests = self.requests + joining
+    def _join(self, joining: list[Request]) -> None:
+        """Prefill them, and put what that gives into the rows below the others."""
+        longest = max(len(request.prompt_ids) for request in joining)
+        padding = [longest - len(request.prompt_ids) for request in joining]
+        tokens = [[0] * n + r.prompt_ids for n, r in zip(padding, joining, strict=True)]
+        cache = DynamicCache()
+        self._forward(joining, tokens, padding, longest, cache)
+        prefilled: list[Any] = cache.layers
+        if not self._buffers:
+            self._buffers = [(x.keys[:0, :, :0], x.values[:0, :, :0]) for x in prefilled]
+        first = len(self.requests)
+        self.requests += joining
+        self._make_room(len(self.requests), longest)
+        self._starts += [self._end - longest + n for n in padding]
+        for both, layer in zip(self._buffers, prefilled, strict=True):
+            for buffer, new in zip(both, (layer.keys, layer.values), strict=True):
+                buffer[first : len(self.requests), :, self._end - longest : self._end] = new
 
-    def _keep(self, rows: list[int]) -> None:
-        """Drop the other rows, and the columns on the left that no row needs any more."""
-        self.requests = [self.requests[i] for i in rows]
-        if not rows:
-            self._cache, self._mask = [], self._mask[:0, :0]
+    def _make_room(self, num_rows: int, num_columns: int) -> None:
+        """Have that many rows, and columns before `_end`, and one behind it; larger buffers get
+        room for half as much again, so that copying into them is rare."""
+        rows, _, columns, _ = self._buffers[0][0].shape
+        if num_rows <= rows and num_columns <= self._end < columns:
             return
-        index = torch.tensor(rows, device=self._mask.device)
-        self._mask = self._mask[index]
-        start = int(self._mask.any(0).int().argmax())
-        self._mask = self._mask[:, start:]
-        self._cache = [(k[index, :, start:], v[index, :, start:]) for k, v in self._cache]
+        start = min(self._starts, default=self._end)
+        used = self._end - start
+        end = max(used, num_columns)
+        left = max(r.params.max_tokens - len(r.token_ids) for r in self.requests)
+        num_columns = end + max(1, min(left, end // 2))
+        num_rows = max(num_rows, rows * 3 // 2 if num_rows > rows else 0)
+
+        def larger(buffer: Tensor) -> Tensor:
+            new = buffer.new_zeros(num_rows, buffer.shape[1], num_columns, buffer.shape[3])
+            kept = buffer[: len(self._starts), :, start : self._end]
+            new[: len(self._starts), :, end - used : end] = kept
+            return new
+
+        for i, (keys, values) in enumerate(self._buffers):  # never all of them twice
+            self._buffers[i] = larger(keys), larger(values)
+        self._starts = [s + end - self._end for s in self._starts]
+        self._end = end
+
+    def _drop_ended(self) -> None:
+        """The last rows that stay take the places of those that have ended."""
+        staying = [i for i, request in enumerate(self.requests) if not request.finish_reason]
+        count = len(staying)
+        if not count:
+            self.requests, self._buffers, self._starts, self._end = [], [], [], 0
+            return
+        free = sorted(set(range(count)) - set(staying))
+        moving = [i for i in staying if i >= count]
+        if moving:
+            window = slice(min(self._starts), self._end)
+            for buffer in chain.from_iterable(self._buffers):
+                buffer[free, :, window] = buffer[moving, :, window]
+            for to, origin in zip(free, moving, strict=True):
+                self.requests[to], self._starts[to] = self.requests[origin], self._starts[origin]
+        del self.requests[count:], self._starts[count:]
 
 
 def sample(logits: Tensor, requests: list[Request]) -> tuple[list[int], list[float]]:

@@ -13,6 +13,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -104,7 +105,8 @@ class AsyncServerBase(ABC):
     """One inference server. `async with` starts and ends it.
 
     `device_ids` are the CUDA devices of its workers, as many as `rollout.tensor_parallel_size`;
-    None on a CPU, where each worker computes with `num_threads`.
+    None on a CPU, where each worker computes with `num_threads`. `executor` is the trainer's one
+    thread, where an engine in this process may compute; None where that thread waits for others.
 
     An implementation raises EngineLostError when its engine is dead and RequestRefusedError when a
     request cannot be served as it is.
@@ -121,11 +123,13 @@ class AsyncServerBase(ABC):
         log_file: Path,
         device_ids: list[int] | None = None,
         num_threads: int = 1,
+        executor: Executor | None = None,
     ) -> None:
         self.config = config
         self.log_file = log_file
         self.device_ids = device_ids
         self.num_threads = num_threads
+        self.executor = executor
 
     @abstractmethod
     async def __aenter__(self) -> Self: ...

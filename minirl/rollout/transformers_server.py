@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from minirl.config import Config, RolloutConfig, require
+from minirl.distributed import compute_with
 from minirl.rollout.decoding import Batch, Request, SamplingParams
 from minirl.rollout.server import (
     SERVERS,
@@ -54,7 +55,6 @@ class TransformersServer(AsyncServerBase):
         self._device = torch.device(
             "cpu" if self.device_ids is None else f"cuda:{self.device_ids[0]}"
         )
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers engine")
         self._waiting: deque[Request] = deque()
         self._requests: dict[str, Request] = {}
         self._arrived, self._idle = asyncio.Event(), asyncio.Event()
@@ -65,6 +65,9 @@ class TransformersServer(AsyncServerBase):
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
+        self._thread = self.executor or ThreadPoolExecutor(
+            1, "transformers engine", compute_with, (self.num_threads,)
+        )
         self._model = await loop.run_in_executor(self._thread, self._load)
         self._batch = Batch(self._model)
         self._decoding = asyncio.create_task(self._decode())
@@ -73,7 +76,8 @@ class TransformersServer(AsyncServerBase):
     async def __aexit__(self, *exc: object) -> None:
         self._decoding.cancel()
         await asyncio.wait([self._decoding])
-        self._thread.shutdown()
+        if self._thread is not self.executor:
+            self._thread.shutdown()
 
     def _load(self) -> PreTrainedModel:
         settings = self.config.model

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,22 @@ def test_who_else_is_in_the_batch_changes_nothing(model: Path) -> None:
         assert mine.token_ids == other.token_ids
         assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
         assert mine.finish_reason == "length"
+
+
+def test_keys_and_values_are_written_where_they_stay(model: Path) -> None:
+    """Not copied for every token, nor when a request joins or leaves."""
+    batch = Batch(AutoModelForCausalLM.from_pretrained(model))
+    batch.step([request([1, 2, 3], seed=i, max_tokens=30 + 10 * i) for i in range(4)])
+    places = list[int]()
+    for count in range(60):
+        if batch.requests:
+            batch.step([request([4, 5], max_tokens=5)] if count % 10 == 9 else [])
+        if batch.requests:
+            places.append(batch._buffers[0][0].data_ptr())
+            rows, _, columns, _ = batch._buffers[0][0].shape
+            assert len(batch.requests) <= rows <= 7 and columns <= 1.5 * (3 + 60)
+    moves = sum(a != b for a, b in pairwise(places))
+    assert len(places) > 50 and moves < 10
 
 
 async def test_asleep_its_weights_are_gone_and_awake_they_are_back(
