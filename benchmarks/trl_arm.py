@@ -83,6 +83,7 @@ def run_trl(task: Task) -> list[Step]:
             max_tool_calling_iterations=task.max_turns - 1,
             max_steps=task.num_steps + 1,
             learning_rate=task.lr,
+            seed=task.seed,
             temperature=1.0,
             beta=0.0,
             shuffle_dataset=False,

@@ -21,8 +21,9 @@ class Task:
     """A training run."""
 
     with_tool: bool
-    num_steps: int = 2
+    num_steps: int
     """That are measured, after one that warms up."""
+    seed: int = 0
     model: str = "build/calculator/model"
     questions: str = "build/calculator/train.parquet"
     num_prompts: int = 16

@@ -80,7 +80,7 @@ def test_both_arms_of_vs_trl_have_the_same_questions(part: str, tmp_path: Path) 
     task = replace(vs_trl.PARTS[part], questions=str(questions), num_prompts=4, num_steps=2)
     given = vs_trl_task.read_questions(task)
     assert given == [{"prompt": row["prompt"], "ground_truth": "2"}] * 12
-    config = vs_trl._config(task, tmp_path)
+    config = vs_trl._config(task, tmp_path, "transformers")
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [r["prompt"] for r in rows] == [r["prompt"] for r in given]
     assert config.data.train_batch_size * (config.trainer.total_training_steps or 0) == len(rows)
@@ -89,6 +89,14 @@ def test_both_arms_of_vs_trl_have_the_same_questions(part: str, tmp_path: Path) 
         assert isinstance(tools["calculator"], vs_trl_task.WaitingCalculator)
     else:
         assert config.rollout.multi_turn.tool_config_path is None
+
+
+def test_trl_has_threads_as_without_minirl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")  # as minirl sets it, which vs_trl imports
+    assert {arm: vs_trl._environment(arm).get("GOMP_SPINCOUNT") for arm in vs_trl.ARMS} == {
+        **{"vllm": None, "transformers": None},
+        "trl": "300000",
+    }
 
 
 async def test_a_tool_that_waits_answers_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
