@@ -4,10 +4,12 @@ collectives.
 Every collective here runs on CPU tensors over gloo, so it works while an engine holds the GPU.
 """
 
+import asyncio
 import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -218,10 +220,20 @@ def num_threads(environment: Mapping[str, str]) -> int:
     return max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
-def compute_with(count: int) -> None:
-    """Have torch compute in this thread with `count` threads, whatever others are told later."""
-    torch.get_num_threads()  # or its first operation here would take what another thread was told
-    torch.set_num_threads(count)
+async def compute_in(executor: Executor, count: int) -> None:
+    """Have torch compute with `count` threads in the executor's one thread and alone in this one.
+
+    libgomp has threads of its own for each that computes with several. With more of them than cores
+    they sleep at every operation, where they would wait for the next: an update takes a fifth
+    longer, the operations of decoding twice as long (benchmarks/RESULTS.md).
+    """
+
+    def take() -> None:
+        torch.get_num_threads()  # or the first operation would take what this thread is told last
+        torch.set_num_threads(count)
+
+    await asyncio.get_running_loop().run_in_executor(executor, take)
+    torch.set_num_threads(1)  # also for threads that come
 
 
 def place(config: Config, environment: Mapping[str, str]) -> Dist:

@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from minirl.agent_loop import derive_seed
 from minirl.config import Config, ConfigError
-from minirl.distributed import Dist, compute_with, distributed
+from minirl.distributed import Dist, compute_in, distributed
 from minirl.inputs import Inputs, read_inputs
 from minirl.launch import SOCKETS, TrainerThread, ended_by_signals
 from minirl.ranks import RANKS
@@ -103,7 +103,8 @@ async def open_run(config: Config, *, training: bool = True) -> AsyncIterator[Ru
         if world.device.type == "cuda":
             await on_trainer(torch.cuda.set_device, world.device)  # each thread has its own
         else:
-            await _compute_on(on_trainer, stack)
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            await compute_in(on_trainer.executor, torch.get_num_threads())
         stack.enter_context(WAITS.explained(config.rollout.stall_warning_s))
         CONVERSATION.set(f"rank {world.rank}")
         SOCKETS.join(await on_trainer(world.share_path, SOCKETS.make() if is_main else ""))
@@ -180,33 +181,23 @@ def _open_checkpoints(config: Config, world: Dist) -> Checkpoints:
     )
 
 
-async def _compute_on(on_trainer: TrainerThread, stack: AsyncExitStack) -> None:
-    """Give the cores to the trainer's thread alone. libgomp has threads of its own for each that
-    computes with several; with more of them than cores they sleep at every operation instead of
-    waiting for the next, which costs an update a fifth of its time (benchmarks/threads.py)."""
-    count = torch.get_num_threads()
-    await on_trainer(compute_with, count)
-    stack.callback(torch.set_num_threads, count)
-    torch.set_num_threads(1)  # this thread, and asyncio's
-
-
 async def _start_engine(
     config: Config, world: Dist, on_trainer: TrainerThread, stack: AsyncExitStack
 ) -> AsyncServerBase:
     """The engine of this rank's group, on the devices of the group's ranks."""
     size = world.tensor_parallel_size
-    cores = len(os.sched_getaffinity(0)) // world.num_groups
+    cpu, cores = world.device.type == "cpu", len(os.sched_getaffinity(0)) // world.num_groups
     # Engines with one seed would all draw the same for requests that have none of their own.
     seed = derive_seed(config.trainer.seed, "engine", world.group)
     config = replace(config, trainer=replace(config.trainer, seed=seed))
     server = SERVERS.find(config.rollout.name)(
         config,
         log_file=config.trainer.run_dir / "logs" / f"engine_{world.group}.log",
-        device_ids=None if world.device.type == "cpu" else world.group_devices,
+        device_ids=None if cpu else world.group_devices,
         # One core stays free for the event loop, which works while the engine does.
         num_threads=max(1, (cores - 1) // size),
         # Of several ranks one may wait for the others there while its engine should go on.
-        executor=on_trainer.executor if world.world_size == 1 else None,
+        executor=on_trainer.executor if cpu and world.world_size == 1 else None,
     )
     with WAITS.on(f"engine {world.group} to start", logging.INFO):  # minutes, for a large model
         return await stack.enter_async_context(server)

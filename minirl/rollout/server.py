@@ -106,7 +106,8 @@ class AsyncServerBase(ABC):
 
     `device_ids` are the CUDA devices of its workers, as many as `rollout.tensor_parallel_size`;
     None on a CPU, where each worker computes with `num_threads`. `executor` is the trainer's one
-    thread, where an engine in this process may compute; None where that thread waits for others.
+    thread, where an engine in this process computes; None where that thread waits for other ranks,
+    and on a GPU.
 
     An implementation raises EngineLostError when its engine is dead and RequestRefusedError when a
     request cannot be served as it is.

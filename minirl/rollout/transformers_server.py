@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from minirl.config import Config, RolloutConfig, require
-from minirl.distributed import compute_with
+from minirl.distributed import compute_in
 from minirl.rollout.decoding import Batch, Request, SamplingParams
 from minirl.rollout.server import (
     SERVERS,
@@ -65,9 +65,9 @@ class TransformersServer(AsyncServerBase):
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        self._thread = self.executor or ThreadPoolExecutor(
-            1, "transformers engine", compute_with, (self.num_threads,)
-        )
+        self._thread = self.executor or ThreadPoolExecutor(1, "transformers engine")
+        if self.executor is None and self.device_ids is None:
+            await compute_in(self._thread, self.num_threads)
         self._model = await loop.run_in_executor(self._thread, self._load)
         self._batch = Batch(self._model)
         self._decoding = asyncio.create_task(self._decode())
