@@ -5,6 +5,8 @@
     one        OMP_NUM_THREADS=1
     every      as many threads as there are cores, and minirl's GOMP_SPINCOUNT
     spinning   the same, but a thread waits for the others as long as libgomp has it by default
+    two_pools  as `every`, but another thread has computed something before: libgomp keeps threads
+               for it too, and has more of them than there are cores from then on
 
 For a machine without a GPU. Each arm is a process of its own, the part `phases` of train_step; they
 run in turn, beside `busy` loops of Python.
@@ -24,7 +26,12 @@ from typing import Any
 from benchmarks.measure import ratios
 from benchmarks.results import make_parser, start_load, table, write
 
-ARMS = {"one": {"OMP_NUM_THREADS": "1"}, "every": {}, "spinning": {"GOMP_SPINCOUNT": "300000"}}
+ARMS = {
+    "one": {"OMP_NUM_THREADS": "1"},
+    "every": {},
+    "spinning": {"GOMP_SPINCOUNT": "300000"},
+    "two_pools": {},
+}
 LOOP = """\
 import os, sys
 while os.getppid() == int(sys.argv[1]):  # until what started it is gone, however that ended
@@ -40,7 +47,8 @@ def measure(arm: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "phases.json"
         command = [sys.executable, "-m", "benchmarks.train_step", "--parts", "phases"]
-        command += ["--repetitions=3", f"--out={out}"]
+        command += ["--repetitions=3", "--max-tokens=4096", f"--out={out}"]
+        command += ["--two-pools"] if arm == "two_pools" else []
         subprocess.run(command, env=given | ARMS[arm], stdout=subprocess.DEVNULL, check=True)
         phases = json.loads(out.read_text())["phases"]
     return {phase: median(phases[f"seconds {phase}"]) for phase in PHASES}
@@ -73,9 +81,10 @@ def main() -> None:
         results[f"busy={count}"] = runs
         for phase in PHASES:
             seconds = {arm: [run[phase] for run in found] for arm, found in runs.items()}
-            compared = [ratios(seconds, "one", arm) for arm in ("every", "spinning")]
+            compared = [ratios(seconds, "one", arm) for arm in list(ARMS)[1:]]
             rows.append((phase, count, *seconds.values(), *compared))
-    header = ("phase", "busy", *(f"{arm}, s" for arm in ARMS), "one / every", "one / spinning")
+    header = ("phase", "busy", *(f"{arm}, s" for arm in ARMS))
+    header += tuple(f"one / {arm}" for arm in list(ARMS)[1:])
     text = table(header, rows)
     print(text)
     write(arguments, results, "threads", load, text)

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -72,6 +73,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="limit of a response, tokens")
     parser.add_argument("--max-tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--words", type=int, default=152_000, help="of the part vocabulary")
+    parser.add_argument("--two-pools", action="store_true", help="of libgomp's, for the phases")
     parser.add_argument("--peak-of", choices=(*SCORES, *PASSES), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peak_of:
@@ -363,8 +365,10 @@ def measure_packing(arguments: argparse.Namespace) -> dict[str, Any]:
 def measure_phases(arguments: argparse.Namespace) -> dict[str, Any]:
     """The part `phases`."""
     config, batch = _config(arguments), _batch(arguments)
-    with distributed(config) as world:
+    with distributed(config) as world, ThreadPoolExecutor(1) as other:
         policy = PolicyTrainer(config, world)
+        if arguments.two_pools:
+            other.submit(lambda: torch.ones(2**20).exp_()).result()
         flops = forward_flops(policy.model, batch)
         dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
         size = 8192 if world.device.type == "cuda" else 1024

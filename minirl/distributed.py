@@ -224,8 +224,8 @@ async def compute_in(executor: Executor, count: int) -> None:
     """Have torch compute with `count` threads in the executor's one thread and alone in this one.
 
     libgomp has threads of its own for each that computes with several. With more of them than cores
-    they sleep at every operation, where they would wait for the next: an update takes a fifth
-    longer, the operations of decoding twice as long (benchmarks/RESULTS.md).
+    they sleep between operations, where else they would wait for the next, and every one takes
+    longer (benchmarks/threads.py, two_pools).
     """
 
     def take() -> None:
