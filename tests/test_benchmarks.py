@@ -142,7 +142,7 @@ def test_every_core_counts_whatever_the_shell_says_of_threads(monkeypatch: Any) 
 
     def run(command: list[str], env: dict[str, str], **_: Any) -> None:
         given[arm] = {k: v for k, v in env.items() if k.startswith(("OMP_", "GOMP_"))}
-        assert env["PATH"]
+        assert env["PATH"] and ("--two-pools" in command) == (arm == "two_pools")
         [out] = [word.removeprefix("--out=") for word in command if word.startswith("--out=")]
         found = {"seconds old_log_prob": [1.0, 3.0, 2.0], "seconds update_actor": [4.0]}
         Path(out).write_text(json.dumps({"phases": found}))
