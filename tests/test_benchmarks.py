@@ -137,6 +137,23 @@ def test_what_is_never_done_has_no_figures(
     assert f"argument {option}: got 0; at least 1" in capsys.readouterr().err
 
 
+def test_settings_for_a_demo_that_has_ended_are_refused(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    figures = {"val_before": 0.25, "val_after": 0.95, "num_steps": 60}
+    figures |= {"train_seconds": 1.0, "first_step_seconds": 1.0}
+    (tmp_path / "runs" / "demo" / "summary.json").write_text(json.dumps(figures))
+    monkeypatch.setattr(sys, "argv", ["demo"])
+    demo.main()
+    assert "25.0% before, 95.0% after 60 steps" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["demo", "rollout.n=4"])
+    with pytest.raises(SystemExit):
+        demo.main()
+    assert "rollout.n=4: runs/demo has ended already" in capsys.readouterr().err
+
+
 def test_every_core_counts_whatever_the_shell_says_of_threads(monkeypatch: Any) -> None:
     given = {}
 

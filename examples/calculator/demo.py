@@ -32,6 +32,9 @@ def main() -> None:
     arguments = parser.parse_args()
     name = "demo" if arguments.seed == 0 else f"demo-{arguments.seed}"
     run_dir = Path("runs") / name
+    if arguments.overrides and (run_dir / "summary.json").exists():
+        words = " ".join(arguments.overrides)
+        parser.error(f"{words}: {run_dir} has ended already and would not change; move it away")
     if not (run_dir / "summary.json").exists():
         prepare_seconds, data = prepare(arguments.seed)
         settings = [f"trainer.experiment_name={name}", *data, *arguments.overrides]
