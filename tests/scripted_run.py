@@ -13,6 +13,7 @@ from scripted_engine import ScriptedEngine
 from minirl.config import Config, load_config
 from minirl.launch import SOCKETS
 from minirl.run import Run, open_run
+from minirl.steps import Steps
 from minirl.testing import ScriptedServer, byte_tokenizer, tiny_model
 from minirl.types import TokenOutput
 
@@ -92,3 +93,14 @@ async def scripted_run(config: Config, **options: bool) -> AsyncIterator[Run]:
             yield run
     finally:
         SOCKETS.remove()
+
+
+@asynccontextmanager
+async def first_step(config: Config) -> AsyncIterator[Steps]:
+    """In the first step of a run, whose engine has the weights."""
+    async with scripted_run(config) as run:
+        with Steps(run) as steps:
+            await steps.start()
+            await steps.update_weights()
+            assert next(iter(steps)) == steps.number == 1
+            yield steps

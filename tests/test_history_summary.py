@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted_run import TOKENIZER, make_config, make_project, scripted_run
+from scripted_run import TOKENIZER, first_step, make_config, make_project
 from scripted_run import SeededEngine as Engine
 
 from examples.history_summary.agent import REQUEST
@@ -17,7 +17,6 @@ from examples.history_summary.task import make_rows
 from minirl.agent_loop import load_agent_loops
 from minirl.checks import check_algorithms
 from minirl.config import load_config
-from minirl.steps import Steps
 from minirl.tools import load_tools
 from minirl.trainer import packing
 from minirl.types import Trajectory
@@ -67,18 +66,15 @@ async def test_stretches_from_the_engine_to_the_gradient(project: Path) -> None:
         f"rollout.agent.agent_loop_config_path={project}/loops.yaml",
         f"rollout.multi_turn.tool_config_path={FOLDER}/tools.yaml",
     )
-    async with scripted_run(config) as run:
-        with Steps(run) as steps:
-            await steps.start()
-            next(iter(steps))
-            groups = await steps.generate()
-            batch = await steps.assemble(groups)
-            batch.old_logprobs, _ = await steps.compute_logprobs(batch)
-            batch.advantages, batch.returns = await steps.compute_advantages(batch)
-            await steps.update_actor(batch)
-            await steps.record(batch)
-            await steps.finish()
-            metrics = await steps.validate()
+    async with first_step(config) as steps:
+        groups = await steps.generate()
+        batch = await steps.assemble(groups)
+        batch.old_logprobs, _ = await steps.compute_logprobs(batch)
+        batch.advantages, batch.returns = await steps.compute_advantages(batch)
+        await steps.update_actor(batch)
+        await steps.record(batch)
+        await steps.finish()
+        metrics = await steps.validate()
     check_stretches(steps.trajectories)
     check_advantages(groups, batch)
     assert metrics["val-aux/openai/gsm8k/num_prompts"] == 4

@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from scripted_run import SeededEngine, make_config, make_project, scripted_run
+from scripted_run import SeededEngine, first_step, make_config, make_project, scripted_run
 from transformers import AutoModelForSequenceClassification
 
 from minirl.check_logprobs import check_logprobs
 from minirl.config import Config, ConfigError, load_config
 from minirl.evaluate import evaluate
 from minirl.inputs import read_inputs
-from minirl.steps import Steps
 from minirl.testing import tiny_model
 from minirl.tracking import read_metrics
 from minirl.train import train
@@ -101,14 +100,10 @@ async def test_beside_a_rule_and_under_every_reader(project: Path) -> None:
         f"data.val_files=[{project}/rows.jsonl]", "algorithm.filter_groups.metric=rm_score",
         "rollout.n=4",
     )  # fmt: skip
-    async with scripted_run(config) as run:
-        with Steps(run) as steps:
-            await steps.start()
-            await steps.update_weights()
-            assert next(iter(steps)) == 1
-            SeededEngine.last.calls.clear()
-            groups = await steps.generate()
-            batch = await steps.assemble(groups)
+    async with first_step(config) as steps:
+        SeededEngine.last.calls.clear()
+        groups = await steps.generate()
+        batch = await steps.assemble(groups)
     assert SeededEngine.last.calls[:3] == [("sleep", 1), ("wake_up", None), ("sleep", 2)]
     assert len(groups) == 4
     for t in steps.trajectories:
@@ -153,11 +148,8 @@ async def test_the_filter_compares_what_the_model_says(project: Path) -> None:
         "reward.reward_model.combine=only", f"reward.custom_reward_function.path={project}/rule.py",
         "trainer.total_training_steps=1",
     )  # fmt: skip
-    async with scripted_run(config) as run:
-        with Steps(run) as steps:
-            await steps.start()
-            next(iter(steps))
-            groups = await steps.generate()
+    async with first_step(config) as steps:
+        groups = await steps.generate()
     assert groups
     for group in groups:
         assert len({t.reward_breakdown["rule_score"] for t in group.trajectories}) == 2

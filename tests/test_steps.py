@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from scripted_run import SeededEngine, make_config, make_project, scripted_run
+from scripted_run import SeededEngine, first_step, make_config, make_project, scripted_run
 
 from minirl import credit
 from minirl.agent_loop import AgentLoopOutput, SingleTurnAgentLoop
@@ -275,11 +275,8 @@ async def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(project: Path) -> 
 @asynccontextmanager
 async def first_batch(config: Config) -> AsyncIterator[tuple[Steps, MicroBatch]]:
     """Of the run's first step, from a scripted engine."""
-    async with scripted_run(config) as run:
-        with Steps(run) as steps:
-            await steps.start()
-            assert next(iter(steps)) == steps.number == 1
-            yield steps, await steps.assemble(await steps.generate())
+    async with first_step(config) as steps:
+        yield steps, await steps.assemble(await steps.generate())
 
 
 @pytest.mark.parametrize("on_failure", ["mask", "drop_group"])
@@ -390,12 +387,8 @@ async def test_the_greedy_baseline_has_what_tools_gave(
         project, f"helped_{tool_reward}", "algorithm.adv_estimator=remax",
         f"reward.tool_reward={tool_reward}", f"rollout.agent.default_agent_loop={__name__}:Helped",
     )  # fmt: skip
-    async with scripted_run(config) as run:
-        with Steps(run) as steps:
-            await steps.start()
-            await steps.update_weights()
-            assert next(iter(steps)) == 1
-            groups = await steps.generate()
+    async with first_step(config) as steps:
+        groups = await steps.generate()
     greedy = [t.reward for t in steps.trajectories if t.sample_index == -1]
     assert groups and [group.greedy_reward for group in groups] == [
         reward + given for reward in greedy if reward is not None
