@@ -98,22 +98,24 @@ class Batch:
     def step(self, joining: list[Request]) -> list[Request]:
         """Give every request its next token, those that join their first; returns what ended."""
         if self.requests:
-            self._make_room(len(self.requests), 0)
-            self._end += 1
-            first = min(self._starts)
-            window = slice(len(self.requests)), slice(None), slice(first, self._end)
-            layers: list[Any] = [
-                _Layer(keys[window], values[window]) for keys, values in self._buffers
-            ]
-            tokens = [[request.token_ids[-1]] for request in self.requests]
-            padding = [start - first for start in self._starts]
-            self._forward(self.requests, tokens, padding, self._end - first, Cache(layers=layers))
+            self._decode()
         if joining:
             self._join(joining)
         ended = [request for request in self.requests if request.finish_reason]
         if ended:
             self._drop_ended()
         return ended
+
+    def _decode(self) -> None:
+        """A token for each of those that are in the batch, whose keys and values take a column."""
+        self._make_room(len(self.requests), 0)
+        self._end += 1
+        first = min(self._starts)
+        window = slice(len(self.requests)), slice(None), slice(first, self._end)
+        layers: list[Any] = [_Layer(keys[window], values[window]) for keys, values in self._buffers]
+        tokens = [[request.token_ids[-1]] for request in self.requests]
+        padding = [start - first for start in self._starts]
+        self._forward(self.requests, tokens, padding, self._end - first, Cache(layers=layers))
 
     def _forward(
         self,
