@@ -3,7 +3,7 @@
     python -m benchmarks [NAME ...]
 
 For an idle machine. What fails is told in the end, and what is not installed is left out: with TRL,
-`vs_trl` takes more than ten minutes more. The others in this folder are run by their names.
+`vs_trl` takes twenty minutes more. The others in this folder are run by their names.
 """
 
 import argparse

@@ -8,8 +8,8 @@
     two_pools  as `every`, but another thread has computed something before: libgomp keeps threads
                for it too, and has more of them than there are cores from then on
 
-For a machine without a GPU. Each arm is a process of its own, the part `phases` of train_step; they
-run in turn, beside `busy` loops of Python.
+For a machine without a GPU. Each arm is a process of its own, the part `phases` of train_step with
+the demo's micro-batches (4096 tokens); they run in turn, beside `busy` loops of Python.
 """
 
 import json
