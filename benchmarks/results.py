@@ -100,10 +100,12 @@ def provenance(load: float) -> str:
     """A line that says how a section came about; `load` is start_load()'s."""
     spec = sys.modules["__main__"].__spec__
     name = spec.name.removesuffix(".__main__") if spec else sys.argv[0]
-    command = ["python", "-m", name, *sys.argv[1:]]
+    where = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_options(where, "")  # where figures go to does not change them
+    _, options = where.parse_known_args(sys.argv[1:])
     packages = [f"{name} {number}" for name in PACKAGES if (number := version_of(name))]
     return (
-        f"`{shlex.join(word for word in command if word != '--record')}`, "
+        f"`{shlex.join(['python', '-m', name, *options])}`, "
         f"{datetime.date.today()}, load average {load:.1f} at its start; "
         f"Python {platform.python_version()}, {', '.join(packages)}."
     )

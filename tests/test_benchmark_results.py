@@ -1,10 +1,11 @@
 """A benchmark writes its own section, below its own machine, and leaves the rest as it is."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.results import RESULTS, machine_name, table, words, write_section
+from benchmarks.results import RESULTS, machine_name, provenance, table, words, write_section
 
 BEFORE = """\
 # Results
@@ -72,3 +73,18 @@ def test_figures_have_three_digits_and_their_range() -> None:
     assert [words(value) for value in (999.4, 999.7)] == ["999", "1000"]
     assert words([3.0, 1.0, 2.0]) == "2 (1 to 3)" and words([1.0]) == "1"
     assert table(["a", "b"], [(1, [1.0, 2.0])]) == "| a | b |\n| --- | --- |\n| 1 | 1.5 (1 to 2) |"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--parts short long --record --out /tmp/x.json --steps 3",
+        "--out=/tmp/x.json --parts short long --steps 3 --record",
+    ],
+)
+def test_a_command_is_told_without_where_its_figures_went(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark", *given.split()])
+    command = provenance(0.5).split("`")[1]
+    assert command.endswith(" --parts short long --steps 3") and command.startswith("python -m ")
